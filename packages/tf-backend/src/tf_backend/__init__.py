@@ -1,0 +1,1 @@
+"""Serve a Hugging Face transformers model in vLLM from its own model definition, at native speed."""

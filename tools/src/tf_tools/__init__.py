@@ -1,0 +1,1 @@
+"""Tools that the tests and the maintainers of tf-backend use."""
