@@ -1,0 +1,235 @@
+"""The plan as data: what each module becomes, why, and what the model as a whole needs from the engine.
+
+In: nothing. Out: frozen structs; `Plan.to_json`, `Plan.from_json`, `Plan.hash`. No vLLM, no torch, no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, TypeAlias
+
+import msgspec
+from vllm_layers_bridge.specs import AttentionSpec, HeadLinearSpec, LayerSpec
+
+SCHEMA_VERSION = 1
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A place in source: file as `module.name` of the Python module that holds it, line from 1."""
+
+    module: str
+    line: int
+    text: str = ""
+
+
+class GuardRecord(msgspec.Struct, frozen=True):
+    """A fact about an instance that the traced forward depended on."""
+
+    kind: str
+    name: str
+    value: str
+    line: int | None = None
+
+
+class FusionRecord(msgspec.Struct, frozen=True):
+    """A fusion that was applied to a variant, in the order of application."""
+
+    name: str
+    lines: tuple[int, ...]
+    replaces_module: bool = False
+
+
+class MissRecord(msgspec.Struct, frozen=True):
+    """A fusion that came close and was not applied: the nearest miss and its line."""
+
+    fusion: str
+    reason: str
+    place: Place | None = None
+
+
+class TraceRecord(msgspec.Struct, frozen=True):
+    """How much of the forward was traced; `stop` says where and why when it is not all of it."""
+
+    nodes: int
+    complete: bool
+    stop: str | None = None
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """One class, with the facts under which its forward takes one path.
+
+    `rewritten` is the new source of the forward, or None when the forward stays or the module is replaced whole.
+    """
+
+    id: str
+    cls: str
+    place: Place | None
+    guards: tuple[GuardRecord, ...]
+    trace: TraceRecord
+    fusions: tuple[FusionRecord, ...]
+    misses: tuple[MissRecord, ...]
+    source_sha256: str | None = None
+    rewritten: str | None = None
+    rewritten_sha256: str | None = None
+    diff: str | None = None
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class alone, e.g. ``Qwen3MLP``."""
+        return self.cls.rpartition(":")[2]
+
+
+class ModulePlan(msgspec.Struct, frozen=True):
+    """What one module instance becomes.
+
+    keep: as transformers wrote it. rewrite: forward rewritten, `layers` added. replace: one layer in its place.
+    `variant` is None for plain torch layers, which have no forward of the model's own.
+    """
+
+    name: str
+    action: Literal["keep", "rewrite", "replace"]
+    variant: str | None = None
+    layers: tuple[LayerSpec, ...] = ()
+
+
+class AttentionPlan(msgspec.Struct, frozen=True):
+    """One attention layer of the engine: which module calls it, and with what."""
+
+    module: str
+    index: int
+    spec: AttentionSpec
+
+
+class HeadStep(msgspec.Struct, frozen=True):
+    """One elementwise step between the last hidden state and the logits: canonical op and its constants.
+
+    The value so far stands at the position of `"x"` in `args`.
+    """
+
+    op: str
+    args: tuple[str | int | float, ...]
+
+
+class HeadPlan(msgspec.Struct, frozen=True):
+    """From the last hidden state to the logits, read from the traced head."""
+
+    before: tuple[HeadStep, ...]
+    linear: HeadLinearSpec
+    after: tuple[HeadStep, ...]
+    place: Place | None = None
+
+
+class WeightRule(msgspec.Struct, frozen=True):
+    """One checkpoint tensor: where it goes, which shard it is, and the shape it must have."""
+
+    source: str
+    target: str
+    shard: str | int | None
+    shape: tuple[int, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why the model cannot be served: what was found, in which module, at which line, and what to do."""
+
+    reason: str
+    module: str
+    place: Place | None
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f" in `{self.module}`" if self.module else ""
+        at = f" ({self.place.module}, line {self.place.line})" if self.place else ""
+        return f"{self.reason}{where}{at}. {self.remedy}"
+
+
+class Parallel(msgspec.Struct, frozen=True):
+    """Ranks that the model is planned for."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """All that the plan depends on, so that two plans can be compared and a stale one be told."""
+
+    architecture: str
+    model_type: str
+    config_sha256: str
+    transformers: str
+    torch: str
+    packages: dict[str, str]
+    capabilities: str
+    capabilities_sha256: str
+    parallel: Parallel
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What serving a model will do, before anything is built.
+
+    `refusals` is empty when the model can be served. `summary()` counts fusions by class.
+    """
+
+    provenance: Provenance
+    base: str
+    """Full name of the decoder inside the head model, e.g. ``model``."""
+    layers: str
+    """Full name of the list of decoder layers, e.g. ``model.layers``."""
+    variants: tuple[Variant, ...]
+    modules: tuple[ModulePlan, ...]
+    attention: tuple[AttentionPlan, ...]
+    head: HeadPlan | None
+    weights: tuple[WeightRule, ...]
+    buffers: tuple[str, ...]
+    """Buffers that no checkpoint holds: computed again at load."""
+    refusals: tuple[Refusal, ...] = ()
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def is_served(self) -> bool:
+        """Whether nothing stands against serving the model."""
+        return not self.refusals
+
+    def to_json(self) -> bytes:
+        """Canonical JSON: the same plan gives the same bytes."""
+        return msgspec.json.encode(self, order="deterministic")
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Plan:
+        """The inverse of `to_json`; raises `msgspec.ValidationError` for anything that is not a plan."""
+        return msgspec.json.decode(data, type=cls)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON, 64 hexadecimal digits."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def variant(self, identity: str) -> Variant:
+        """The variant with that id; KeyError when there is none."""
+        for variant in self.variants:
+            if variant.id == identity:
+                return variant
+        raise KeyError(identity)
+
+    def summary(self) -> tuple[FusionCount, ...]:
+        """How many instances of each class each fusion was applied to, in order of first appearance."""
+        counts: dict[tuple[str, str], int] = {}
+        by_id = {variant.id: variant for variant in self.variants}
+        for module in self.modules:
+            if module.variant is None:
+                continue
+            variant = by_id[module.variant]
+            for fusion in variant.fusions:
+                key = (variant.class_name, fusion.name)
+                counts[key] = counts.get(key, 0) + 1
+        return tuple(FusionCount(cls, fusion, count) for (cls, fusion), count in counts.items())
+
+
+class FusionCount(msgspec.Struct, frozen=True):
+    """One line of the fusion summary."""
+
+    cls: str
+    fusion: str
+    count: int
+
+
+Action: TypeAlias = Literal["keep", "rewrite", "replace"]

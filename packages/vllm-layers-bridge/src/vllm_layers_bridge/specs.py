@@ -1,0 +1,123 @@
+"""What a fused or replaced layer is, as data: which children it takes, which sizes it has; nothing on how vLLM spells it.
+
+In: nothing. Out: frozen structs that travel through a plan as JSON. `vllm_layers_bridge.layers` turns one into a vLLM layer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Style: TypeAlias = Literal["replicated", "column", "row"]
+"""How a weight is laid over tensor-parallel ranks: whole on each, split on outputs, split on inputs."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One projection that goes into a merged layer."""
+
+    child: str
+    """Name of the child inside the module, e.g. ``q_proj``."""
+    shard: str | int | None
+    """Identifier of its part in the merged weight: ``"q"``, ``"k"``, ``"v"``, an index, or None when it is the whole."""
+    size: int
+    """Output features over all ranks."""
+
+
+class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
+    """``y = x W^T + b`` in place of a child: `style` says how it is laid over ranks."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool
+    style: Style = "replicated"
+
+
+class MergedLinearSpec(msgspec.Struct, frozen=True, tag="merged_linear"):
+    """Several linears that read one input, their outputs side by side."""
+
+    name: str
+    sources: tuple[Source, ...]
+    in_features: int
+    bias: bool
+    style: Style = "column"
+
+
+class QKVLinearSpec(msgspec.Struct, frozen=True, tag="qkv_linear"):
+    """Query, key and value projections of one input, sharded by heads.
+
+    `sizes_attribute` names the attribute of the module from which rewritten code reads the local split sizes.
+    """
+
+    name: str
+    sources: tuple[Source, Source, Source]
+    in_features: int
+    bias: bool
+    head_dim: int
+    value_head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    sizes_attribute: str
+
+
+class ActivationAndMulSpec(msgspec.Struct, frozen=True, tag="activation_and_mul"):
+    """``activation(x[..., :n]) * x[..., n:]`` over the last axis of a merged gate and up projection."""
+
+    name: str
+    activation: str
+
+
+class RMSNormSpec(msgspec.Struct, frozen=True, tag="rms_norm"):
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` in place of a whole module; offset is 0 or 1."""
+
+    hidden_size: int
+    eps: float
+    offset: float
+    has_weight: bool
+    name: str = ""
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True, tag="embedding"):
+    """A token embedding, its rows split over ranks."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+
+
+class HeadLinearSpec(msgspec.Struct, frozen=True, tag="lm_head"):
+    """The projection onto the vocabulary; `tied_to` is the full name of the embedding whose weight it shares."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    bias: bool
+    tied_to: str | None = None
+
+
+LayerSpec: TypeAlias = (
+    LinearSpec
+    | MergedLinearSpec
+    | QKVLinearSpec
+    | ActivationAndMulSpec
+    | RMSNormSpec
+    | EmbeddingSpec
+    | HeadLinearSpec
+)
+"""A layer with ``name == ""`` takes the place of the module itself; any other becomes that attribute of it."""
+
+
+class AttentionSpec(msgspec.Struct, frozen=True):
+    """One call of the attention interface, as the model made it.
+
+    Sizes are per model, not per rank. `sliding_window` counts the tokens that a query sees, itself included.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
