@@ -97,13 +97,7 @@ class HeadLinearSpec(msgspec.Struct, frozen=True, tag="lm_head"):
 
 
 LayerSpec: TypeAlias = (
-    LinearSpec
-    | MergedLinearSpec
-    | QKVLinearSpec
-    | ActivationAndMulSpec
-    | RMSNormSpec
-    | EmbeddingSpec
-    | HeadLinearSpec
+    LinearSpec | MergedLinearSpec | QKVLinearSpec | ActivationAndMulSpec | RMSNormSpec | EmbeddingSpec | HeadLinearSpec
 )
 """A layer with ``name == ""`` takes the place of the module itself; any other becomes that attribute of it."""
 

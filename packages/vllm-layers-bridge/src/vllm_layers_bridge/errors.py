@@ -1,0 +1,15 @@
+"""What this package raises."""
+
+from __future__ import annotations
+
+
+class BridgeError(Exception):
+    """Base of all errors of this package."""
+
+
+class NotBuildable(BridgeError):
+    """A layer that the installed vLLM cannot express; the message names the layer, its sizes and the reason."""
+
+
+class NotFusable(BridgeError):
+    """A fusion whose pattern matched an instance on which it would not be right; the message is the reason."""

@@ -1,0 +1,6 @@
+"""From a `LayerSpec` to a vLLM layer."""
+
+from vllm_layers_bridge.layers.activation import FUSED_ACTIVATIONS
+from vllm_layers_bridge.layers.build import BuildContext, build
+
+__all__ = ["FUSED_ACTIVATIONS", "BuildContext", "build"]

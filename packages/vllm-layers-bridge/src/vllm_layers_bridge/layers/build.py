@@ -1,0 +1,57 @@
+"""One function from a spec to a layer: the only place that knows which builder a spec goes to.
+
+In: a `LayerSpec`, the full name the layer will have, the engine's quantization config. Out: a vLLM layer on the current device
+and in the current default dtype, its weights not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from vllm_layers_bridge.layers.activation import build_activation_and_mul
+from vllm_layers_bridge.layers.embedding import build_embedding, build_head
+from vllm_layers_bridge.layers.linear import build_linear, build_merged_linear, build_qkv_linear
+from vllm_layers_bridge.layers.norm import build_rms_norm
+from vllm_layers_bridge.specs import (
+    ActivationAndMulSpec,
+    EmbeddingSpec,
+    HeadLinearSpec,
+    LayerSpec,
+    LinearSpec,
+    MergedLinearSpec,
+    QKVLinearSpec,
+    RMSNormSpec,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What building needs of the engine."""
+
+    quant_config: Any = None
+
+
+def build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
+    """Build the vLLM layer that `spec` describes. `prefix` is the full name, e.g. ``model.layers.0.mlp.gate_up_proj``.
+
+    Raises:
+        NotBuildable: the installed vLLM has no layer for it.
+    """
+    match spec:
+        case LinearSpec():
+            return build_linear(spec, prefix, context.quant_config)
+        case MergedLinearSpec():
+            return build_merged_linear(spec, prefix, context.quant_config)
+        case QKVLinearSpec():
+            return build_qkv_linear(spec, prefix, context.quant_config)
+        case ActivationAndMulSpec():
+            return build_activation_and_mul(spec.activation)
+        case RMSNormSpec():
+            return build_rms_norm(spec)
+        case EmbeddingSpec():
+            return build_embedding(spec, prefix, context.quant_config)
+        case HeadLinearSpec():
+            return build_head(spec, prefix, context.quant_config)

@@ -1,0 +1,25 @@
+"""Root-mean-square norms.
+
+In: an `RMSNormSpec`. Out: vLLM's `RMSNorm`, or its `GemmaRMSNorm` where the weight is an offset from one.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vllm_layers_bridge.errors import NotBuildable
+from vllm_layers_bridge.specs import RMSNormSpec
+
+
+def build_rms_norm(spec: RMSNormSpec) -> nn.Module:
+    """A norm over the last axis of `hidden_size` entries; NotBuildable for an offset other than 0 or 1."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    layer: nn.Module
+    if spec.offset == 0.0:
+        layer = RMSNorm(spec.hidden_size, eps=spec.eps, has_weight=spec.has_weight)
+    elif spec.offset == 1.0 and spec.has_weight:
+        layer = GemmaRMSNorm(spec.hidden_size, eps=spec.eps)
+    else:
+        raise NotBuildable(f"vLLM has no RMS norm with weight offset {spec.offset}.")
+    return layer

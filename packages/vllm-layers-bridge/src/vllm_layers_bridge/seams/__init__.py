@@ -1,0 +1,1 @@
+"""Where a transformers model meets the engine's state on every step."""

@@ -1,0 +1,99 @@
+"""The attention seam: transformers' attention interface in front, vLLM's paged attention behind.
+
+In: an `AttentionSpec` and the module that calls the interface. Out: that module gets a vLLM `Attention` as a child, and the
+interface function registered under `INTERFACE` finds it there. Query, key and value arrive as transformers lays them out,
+[1, heads, tokens, head_dim]; vLLM takes [tokens, heads * head_dim].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_layers_bridge.errors import NotBuildable
+from vllm_layers_bridge.specs import AttentionSpec
+
+INTERFACE = "tf_backend"
+"""Attention implementation under which the seam is registered with transformers."""
+
+CHILD = "engine_attention"
+"""Name of the child through which a module reaches its vLLM attention layer."""
+
+
+def attention_interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the engine's KV cache.
+
+    Mask, scale, window and soft cap are the layer's own, read when the model was planned: what is passed here was checked then.
+
+    Args:
+        module: the module that calls, which holds the vLLM layer.
+        query: [1, heads, tokens, head_dim]; `key` and `value` likewise with key-value heads.
+
+    Returns:
+        ([1, tokens, heads, value_head_dim], None).
+    """
+    layer = getattr(module, CHILD)
+    tokens = query.shape[2]
+    heads, width = query.shape[1], value.shape[3]
+    flat = [part.transpose(1, 2).reshape(tokens, -1) for part in (query, key, value)]
+    output: torch.Tensor = layer(*flat)
+    return output.view(1, tokens, heads, width), None
+
+
+def register_interface() -> None:
+    """Make `INTERFACE` known to transformers; no mask is ever built for it, since it has no mask function."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(INTERFACE, attention_interface)
+
+
+def attach_attention(
+    module: nn.Module, spec: AttentionSpec, prefix: str, *, tensor_parallel: int, cache_config: Any, quant_config: Any
+) -> nn.Module:
+    """Give `module` the vLLM attention layer of `spec`.
+
+    Args:
+        prefix: full name of the layer; vLLM wants exactly one integer in it.
+        tensor_parallel: ranks over which heads are split; key-value heads are repeated when ranks outnumber them.
+        cache_config: the engine's. A window that it holds for the whole model gives way to the layer's own.
+
+    Raises:
+        NotBuildable: the platform's attention does not take these sizes, or took another window than the layer's.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    if spec.sliding_window is None and cache_config is not None and cache_config.sliding_window is not None:
+        cache_config = dataclasses.replace(cache_config, sliding_window=None)
+    extra = {} if spec.value_head_dim == spec.head_dim else {"head_size_v": spec.value_head_dim}
+    try:
+        layer = Attention(
+            num_heads=spec.num_heads // tensor_parallel,
+            head_size=spec.head_dim,
+            scale=spec.scale,
+            num_kv_heads=max(1, spec.num_kv_heads // tensor_parallel),
+            cache_config=cache_config,
+            quant_config=quant_config,
+            logits_soft_cap=spec.logits_soft_cap,
+            per_layer_sliding_window=spec.sliding_window,
+            prefix=prefix,
+            **extra,
+        )
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise NotBuildable(f"vLLM cannot build the attention of `{prefix}` ({spec}): {error}") from error
+    if layer.sliding_window != spec.sliding_window:
+        raise NotBuildable(
+            f"vLLM gave `{prefix}` a window of {layer.sliding_window}; the model's own is {spec.sliding_window}."
+        )
+    setattr(module, CHILD, layer)
+    built: nn.Module = layer
+    return built
