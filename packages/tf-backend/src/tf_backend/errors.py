@@ -1,6 +1,6 @@
 """Every error that tf-backend raises on purpose: each says what was found, what was expected and what to do next.
 
-In: the facts. Out: exceptions whose `str` is one paragraph that a user can act upon. The command line prints it as it is.
+In: the facts. Out: exceptions whose `str` is one paragraph that a user can act upon; the command line prints it.
 """
 
 from __future__ import annotations
