@@ -1,0 +1,230 @@
+"""The engine under test, in a forked child: tokens and whole distributions out, or a row that says what went wrong.
+
+    warm()                                                       # once: import vLLM, about ten seconds
+    answer = serve(ServeRequest(folder, prompts=((5, 6, 7),)))   # seconds for a tiny model
+    report = compare_run(reference_for(folder, answer.runs[0]), answer.runs[0])
+
+vLLM is imported inside functions only: everything else in this package works without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from tf_tools.fork import Failure, Outcome, run_in_fork
+from tf_tools.sequences import Sequence
+
+__all__ = [
+    "ENVIRONMENT",
+    "EngineError",
+    "MissingVocabulary",
+    "ServeRequest",
+    "ServeResult",
+    "dense_logprobs",
+    "serve",
+    "warm",
+]
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in the child itself: no second import of vLLM
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # probes are functions
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Set in the child before the engine is built. `ServeRequest.environment` is laid over it."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot be run as asked."""
+
+
+class MissingVocabulary(EngineError):
+    """The engine returned fewer log-probabilities at a position than the vocabulary has entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """One engine: what it loads, how it is built, what it is asked.
+
+    Attributes:
+        model: checkpoint folder.
+        prompts: token ids of each prompt; all are submitted at once.
+        max_tokens: generated per prompt, end-of-sequence tokens ignored.
+        model_impl: "transformers" (what is under test) or "vllm" (vLLM's own implementation).
+        enforce_eager: False compiles: 30 s more.
+        runs: how often the same prompts are asked of the same engine: a second run meets a warm prefix cache.
+        llm_kwargs: laid over the arguments of `vllm.LLM`; `max_num_batched_tokens=32` forces chunked prefill.
+        environment: laid over `ENVIRONMENT`.
+        plugins: names of vLLM plugins to load: None for all installed, () for none.
+        setup: called in the child before the engine is built.
+        probe: called in each worker on the loaded model; what it returns must be picklable.
+        timeout: seconds for everything.
+    """
+
+    model: Path
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int = 8
+    model_impl: str = "transformers"
+    enforce_eager: bool = True
+    runs: int = 2
+    llm_kwargs: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    plugins: tuple[str, ...] | None = None
+    setup: Callable[[], object] | None = None
+    probe: Callable[[torch.nn.Module], object] | None = None
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeResult:
+    """What came of a request.
+
+    Attributes:
+        runs: for each run the answers in the order of the prompts; empty when the engine failed.
+        probed: the probe's result from each worker.
+        failure: None, or how the engine ended.
+        exit_status: of the child; 0 when all went well.
+        output: everything written to standard output and error, in that order.
+        seconds: wall time.
+    """
+
+    runs: tuple[tuple[Sequence, ...], ...]
+    probed: tuple[object, ...]
+    failure: Failure | None
+    exit_status: int
+    output: str
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    def error_text(self) -> str:
+        """All text in which a reason for a failure may stand: message, traceback, output. Empty when `ok`."""
+        return "" if self.failure is None else "\n".join((self.failure.message, self.failure.traceback, self.output))
+
+    def require(self) -> ServeResult:
+        """This result.
+
+        Raises:
+            EngineError: the engine failed; the text ends with the child's traceback or last lines.
+        """
+        if self.failure is None:
+            return self
+        details = self.failure.traceback or "\n".join(self.output.splitlines()[-30:])
+        raise EngineError(f"the engine {self.failure.kind}: {self.failure.message}\n{details}")
+
+
+def warm() -> None:
+    """Import vLLM into this process so that each child finds it there. Call before any heavy use of torch.
+
+    Torch is set to one thread: an OpenMP pool that exists before a fork hangs the child.
+    """
+    torch.set_num_threads(1)
+    for name, value in ENVIRONMENT.items():
+        if name.startswith("OMP_") or name not in os.environ and name.startswith(("HF_", "TOKENIZERS_")):
+            os.environ[name] = value
+    try:
+        import vllm.entrypoints.llm
+        import vllm.v1.engine.llm_engine
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+    except ImportError as error:
+        raise EngineError("vLLM is not installed; the development environment holds it: uv sync") from error
+
+
+def serve(request: ServeRequest) -> ServeResult:
+    """Build the engine in a forked child, ask it, and bring the answers back. Never raises for what the engine does."""
+    warm()
+    outcome = run_in_fork(_serve_here, request.timeout, request)
+    return _result(outcome)
+
+
+def dense_logprobs(position: Mapping[int, Any], vocabulary: int) -> Tensor:
+    """[vocab] float32 from one position of vLLM's log-probabilities.
+
+    Raises:
+        MissingVocabulary: an entry is absent, or one lies outside of the vocabulary.
+    """
+    missing = [t for t in range(vocabulary) if t not in position]
+    beyond = [t for t in position if not 0 <= t < vocabulary]
+    if missing or beyond:
+        raise MissingVocabulary(
+            f"expected log-probabilities for token ids 0..{vocabulary - 1}; missing {len(missing)} "
+            f"(first {missing[:5]}), beyond {len(beyond)} (first {beyond[:5]})"
+        )
+    return torch.tensor([position[t].logprob for t in range(vocabulary)], dtype=torch.float32)
+
+
+def _result(outcome: Outcome) -> ServeResult:
+    output = outcome.stdout + outcome.stderr
+    if outcome.failure is not None:
+        return ServeResult((), (), outcome.failure, outcome.exit_status, output, outcome.seconds)
+    runs, probed = cast("tuple[tuple[tuple[Sequence, ...], ...], tuple[object, ...]]", outcome.result)
+    return ServeResult(runs, probed, None, outcome.exit_status, output, outcome.seconds)
+
+
+def _serve_here(request: ServeRequest) -> tuple[tuple[tuple[Sequence, ...], ...], tuple[object, ...]]:
+    os.environ.update({**ENVIRONMENT, **request.environment})
+    if request.plugins is None:
+        os.environ.pop("VLLM_PLUGINS", None)
+    else:
+        os.environ["VLLM_PLUGINS"] = ",".join(request.plugins)
+    if request.setup is not None:
+        request.setup()
+    from vllm import LLM
+
+    arguments: dict[str, object] = {
+        "model": str(request.model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": request.enforce_eager,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_logprobs": -1,
+        "model_impl": request.model_impl,
+        "disable_log_stats": True,
+        **request.llm_kwargs,
+    }
+    llm = LLM(**arguments)
+    vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
+    runs = tuple(_generate(llm, request.prompts, request.max_tokens, vocabulary) for _ in range(request.runs))
+    probed = tuple(llm.apply_model(request.probe)) if request.probe is not None else ()
+    return runs, probed
+
+
+def _generate(llm: Any, prompts: SequenceOf[SequenceOf[int]], max_tokens: int, vocabulary: int) -> tuple[Sequence, ...]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=-1,
+        prompt_logprobs=-1,
+    )
+    inputs = [{"prompt_token_ids": list(p)} for p in prompts]
+    answers = []
+    for prompt, output in zip(prompts, llm.generate(inputs, parameters, use_tqdm=False), strict=True):
+        completion = output.outputs[0]
+        tokens = tuple(completion.token_ids)
+        if len(tokens) != max_tokens:
+            raise EngineError(
+                f"expected {max_tokens} tokens for a prompt of {len(prompt)}, the engine made {len(tokens)}"
+            )
+        rows = [dense_logprobs(p, vocabulary) for p in output.prompt_logprobs[1:]]
+        rows += [dense_logprobs(p, vocabulary) for p in completion.logprobs]
+        answers.append(Sequence(tuple(prompt), tokens, torch.stack(rows)))
+    return tuple(answers)
