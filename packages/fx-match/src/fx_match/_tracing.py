@@ -1,0 +1,249 @@
+"""`trace`: run a module's forward on meta tensors and get its graph, with values, spans, guards and reads."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fx_match._errors import TraceInputError
+from fx_match._facts import UNKNOWN, Guard, LeafCall, Stop, Unknown
+from fx_match._hooks import function_hooks, guarded_range, module_hooks, receiving
+from fx_match._recorder import Notes, Recorder, meta_like
+from fx_match._source import FrameReader, Location, SourceSpan, undecorated
+from fx_match._structure import holds_tensor, map_leaves, output_structure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """A traced forward.
+
+    graph: placeholders for the inputs that hold tensors; `get_attr` for parameters and buffers; `call_module` for child
+        modules; `call_function` and `call_method` for the rest; `output` if the trace is complete.
+    complete: False if the forward could not be followed to its end; then `stop` says where and why.
+    guards: what the path of the forward hung on, in the order of the first occurrence.
+    reads: each plain attribute that the forward read, by its name below the module, with its value (`MISSING` where the
+        module has none). Methods, child modules and tensors are left out.
+    output: what the forward returned, with nodes for tensors; mappings and dataclasses as plain dicts.
+    constants: tensors that are no parameter or buffer, by the target of their `get_attr` node.
+    """
+
+    graph: fx.Graph
+    complete: bool
+    stop: Stop | None
+    guards: tuple[Guard, ...]
+    reads: Mapping[str, object]
+    output: Any
+    module: nn.Module
+    module_class: type[nn.Module]
+    code: types.CodeType
+    constants: Mapping[str, torch.Tensor]
+    _notes: Notes = field(repr=False)
+
+    def value(self, node: fx.Node) -> object | Unknown:
+        """The node's value, tensors on meta; `UNKNOWN` for the node at which a partial trace stopped."""
+        return self._notes.values.get(node, UNKNOWN)
+
+    def span(self, node: fx.Node) -> SourceSpan | None:
+        """The expression in the forward that made the node; for a node made in a helper, the call that led there.
+
+        None for placeholders, for the output, and for the parts of a returned tuple (`a, b = f(x)`): those have no
+        expression of their own.
+        """
+        return self.location(node).span
+
+    def location(self, node: fx.Node) -> Location:
+        return self._notes.locations.get(node, _NOWHERE)
+
+    def spans_hit(self, span: SourceSpan) -> list[fx.Node]:
+        """All nodes made at exactly this span, in order; several in a loop or in a helper with several operations."""
+        return [node for node in self.graph.nodes if self.span(node) == span]
+
+    def written_by(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Nodes that wrote into this node's tensor in place while later code went on using it."""
+        return tuple(self._notes.written.get(node, ()))
+
+
+_NOWHERE = Location(None, None, None, None, None)
+
+
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    leaves: Mapping[Callable[..., Any], Callable[..., Any]] | Sequence[LeafCall] = (),
+    method: str = "forward",
+) -> Trace:
+    """Trace `module.forward(*args, **kwargs)`.
+
+    args, kwargs: the values with which the module is really called. Tensors, and tuples, lists and dicts that hold
+        tensors, become placeholders; whatever device they are on, the trace runs on meta and moves no data. All else
+        (None, numbers, caches, configs) is passed as it is; an object that the forward changes is changed.
+    leaves: functions, or `nn.Module` subclasses, whose calls become one node each with all their arguments, however
+        the forward reaches them; each with the function that computes what the call returns (see `LeafCall`).
+    method: the method to trace.
+
+    Child modules are leaves. The module's own state is restored afterwards. Whatever the module does, an exception in
+    it ends the trace (see `Trace.stop`) and is not raised.
+
+    Raises TraceInputError, a TypeError, if `module` is no module, has no such Python method, the arguments do not bind,
+    or a leaf is of a kind that cannot be intercepted.
+    """
+    if not isinstance(module, nn.Module):
+        raise TraceInputError(f"trace() takes an nn.Module, found {type(module).__name__}")
+    bound = getattr(module, method, None)
+    function = undecorated(bound, method) if callable(bound) else None
+    if bound is None or function is None:
+        raise TraceInputError(f"{type(module).__name__} has no Python method named {method!r}")
+    leaf_table = _leaf_table(leaves)
+    frames = FrameReader(function.__code__)
+    recorder = Recorder(module, frames, leaf_table)
+    args, kwargs = tuple(args), dict(kwargs or {})
+    recorder.device = _common_device(args, kwargs)
+    names = _argument_names(function, bound, module, args, kwargs, method)
+    start = Location(None, function.__code__.co_filename, function.__code__.co_firstlineno, function.__name__, None)
+    inputs = [(name, _on_meta(value)) for name, value in names]
+    for name, value in inputs:
+        if holds_tensor(value):
+            recorder.add_placeholder(name, value, start)
+    values = [value for _, value in inputs]
+    call_args, call_kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    stop, result = None, None
+    hooked = [leaf for leaf in leaf_table if isinstance(leaf, types.FunctionType)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_state_kept(module))
+        stack.enter_context(function_hooks(hooked))
+        stack.enter_context(guarded_range(function.__globals__))
+        if torch.is_inference_mode_enabled():  # inference tensors have no version, so writes could not be seen
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        stack.enter_context(module_hooks())
+        stack.enter_context(receiving(recorder))
+        stack.enter_context(recorder)
+        try:
+            recorder.active = True
+            result = bound(*call_args, **call_kwargs)
+        except Exception as error:
+            stop = _stop(error, frames)
+        finally:
+            recorder.active = False
+    output = None
+    if stop is None:
+        output = output_structure(recorder.argument, result)
+        recorder.graph.output(output)
+    return Trace(
+        graph=recorder.graph,
+        complete=stop is None,
+        stop=stop,
+        guards=tuple(recorder.guards.values()),
+        reads=types.MappingProxyType(recorder.reads),
+        output=output,
+        module=module,
+        module_class=type(module),
+        code=function.__code__,
+        constants=types.MappingProxyType(recorder.constants),
+        _notes=recorder.notes,
+    )
+
+
+def _leaf_table(leaves: Any) -> dict[Any, Callable[..., Any] | None]:
+    pairs = leaves.items() if isinstance(leaves, Mapping) else [(leaf.function, leaf.meta) for leaf in leaves]
+    table: dict[Any, Callable[..., Any] | None] = {}
+    for function, meta in pairs:
+        function = getattr(function, "__func__", function)
+        is_module = isinstance(function, type) and issubclass(function, nn.Module)
+        is_torch = getattr(function, "__module__", "") is None or str(getattr(function, "__module__", "")).startswith(
+            "torch"
+        )
+        if not (is_module or is_torch or isinstance(function, types.FunctionType)):
+            raise TraceInputError(
+                f"a leaf must be a Python function, a torch function or an nn.Module class, found {function!r}"
+            )
+        table[function] = meta
+    return table
+
+
+def _argument_names(
+    function: types.FunctionType,
+    bound: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    method: str,
+) -> list[tuple[str, Any]]:
+    """A name for every argument, positional ones first, from the signature of the undecorated method."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    is_static = isinstance(inspect.getattr_static(module, method, None), staticmethod)
+    receiver = () if is_static or not parameters else (module,)
+    try:
+        signature.bind(*receiver, *args, **kwargs)
+    except TypeError as error:
+        try:  # a decorator may take other arguments than the function that it wraps
+            inspect.signature(bound, follow_wrapped=False).bind(*args, **kwargs)
+        except (TypeError, ValueError):
+            raise TraceInputError(f"{type(module).__name__}.{method}: {error}") from None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][len(receiver) :]
+    names = [
+        positional[index].name if index < len(positional) else f"args_{index - len(positional)}"
+        for index in range(len(args))
+    ]
+    return [*zip(names, args, strict=True), *kwargs.items()]
+
+
+def _on_meta(value: Any) -> Any:
+    return map_leaves(lambda item: meta_like(item) if isinstance(item, torch.Tensor) else item, value)
+
+
+def _common_device(args: Any, kwargs: Any) -> torch.device | None:
+    """The device that the forward is to believe its tensors on: None for meta, or where the inputs disagree."""
+    devices: set[torch.device] = set()
+    map_leaves(lambda item: devices.add(item.device) if isinstance(item, torch.Tensor) else None, (args, kwargs))
+    device = next(iter(devices)) if len(devices) == 1 else None
+    return None if device is None or device.type == "meta" else device
+
+
+@contextlib.contextmanager
+def _state_kept(module: nn.Module) -> Iterator[None]:
+    """Put back every attribute, parameter, buffer and child that the forward sets, adds or deletes."""
+    kept = []
+    for child in module.modules():
+        state = vars(child)
+        registries = {name: dict(state[name]) for name in ("_parameters", "_buffers", "_modules") if name in state}
+        kept.append((state, dict(state), registries))
+    try:
+        yield
+    finally:
+        for state, before, registries in kept:
+            state.clear()
+            state.update(before)
+            for name, content in registries.items():
+                state[name].clear()
+                state[name].update(content)
+
+
+def _stop(error: Exception, frames: FrameReader) -> Stop:
+    location = frames.locate_traceback(error.__traceback__)
+    return Stop(_reason(error), location.span, type(error).__name__, location)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    message = text[0] if text else ""
+    lowered = message.lower()
+    if (
+        "item()" in lowered
+        or "cannot copy out of meta" in lowered
+        or "boolean value of" in lowered
+        or "nonzero" in lowered
+    ):
+        return f"the forward needs the data of a tensor, and the trace has shapes only: {message}"
+    return f"{type(error).__name__}: {message}"
