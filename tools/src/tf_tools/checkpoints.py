@@ -14,16 +14,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from tf_tools._recipes import MATRIX_STD, RECIPES, SIZES, VECTOR_STD, Draw, Recipe
 
 __all__ = ["RECIPES", "SIZES", "CheckpointError", "Draw", "Recipe", "build_model", "make_checkpoint", "scale_weights"]
+
+T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,6 +66,7 @@ def make_checkpoint(
         raise CheckpointError(f"{folder} is not empty; give make_checkpoint a folder of its own")
     model = build_model(name, seed=seed, overrides=overrides).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if drop_base_prefix:
         _drop_prefix(folder, f"{model.base_model_prefix}.")

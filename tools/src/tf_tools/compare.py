@@ -30,7 +30,7 @@ class ComparisonError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two distributions are furthest apart. `position` is the row: that which predicts token position + 1."""
+    """Where two distributions are furthest apart. `position` t predicts token t + 1."""
 
     sequence: int
     position: int
@@ -69,14 +69,16 @@ class Report:
     """The outcome of a comparison.
 
     Attributes:
-        differences: for each sequence, [P + n - 1] float32: the largest absolute difference at each position; inf where
+        differences: for each sequence, [P + n - 1 - start] float32: the largest absolute difference at each position; inf where
             one side is infinite or not a number and the other is not the same.
+        starts: for each sequence, the position of its first difference.
         where: the worst position of all; None only when nothing was compared, which is not `ok`.
         mismatches: wrong greedy tokens.
         tolerance: what `worst` was held against.
     """
 
     differences: tuple[Tensor, ...]
+    starts: tuple[int, ...]
     where: Difference | None
     mismatches: tuple[TokenMismatch, ...]
     tolerance: float
@@ -99,7 +101,8 @@ class Report:
         above = [(i, d) for i, d in enumerate(self.differences) if bool((d > self.tolerance).any())]
         for i, d in above[:8]:
             positions = (d > self.tolerance).nonzero().flatten().tolist()
-            lines.append(f"  sequence {i}: {len(positions)} of {d.numel()} positions differ, from {positions[0]} on")
+            first = self.starts[i] + positions[0]
+            lines.append(f"  sequence {i}: {len(positions)} of {d.numel()} positions differ, from {first} on")
         lines += [f"  {m}" for m in self.mismatches[:8]]
         return "\n".join(lines)
 
@@ -137,14 +140,14 @@ def compare_run(
                 f"sequence {i}: the reference's vocabulary has {expected.shape[1]} entries, "
                 f"the server's {answer.logprobs.shape[1]}"
             )
-        rows = expected[: total - 1].to(torch.float64)
+        rows = expected[answer.start : total - 1].to(torch.float64)
         gap = _gap(rows, answer.logprobs.to(torch.float64))
         differences.append(gap.amax(dim=-1).float() if gap.numel() else torch.zeros(0))
         here = _worst(i, gap, rows, answer)
         if here and (worst is None or here.difference > worst.difference):
             worst = here
         mismatches += _mismatches(i, rows, answer, margin)
-    return Report(tuple(differences), worst, tuple(mismatches), tolerance)
+    return Report(tuple(differences), tuple(s.start for s in served), worst, tuple(mismatches), tolerance)
 
 
 def _gap(expected: Tensor, found: Tensor) -> Tensor:
@@ -157,23 +160,24 @@ def _gap(expected: Tensor, found: Tensor) -> Tensor:
 def _worst(index: int, gap: Tensor, expected: Tensor, answer: Sequence) -> Difference | None:
     if not gap.numel():
         return None
-    position, token = divmod(int(gap.argmax()), gap.shape[1])
+    row, token = divmod(int(gap.argmax()), gap.shape[1])
+    position = answer.start + row
     phase = "prompt" if position < len(answer.prompt) - 1 else "generated"
     return Difference(
         index,
         position,
         phase,
         token,
-        float(expected[position, token]),
-        float(answer.logprobs[position, token]),
-        float(gap[position, token]),
+        float(expected[row, token]),
+        float(answer.logprobs[row, token]),
+        float(gap[row, token]),
     )
 
 
 def _mismatches(index: int, expected: Tensor, answer: Sequence, margin: float) -> list[TokenMismatch]:
     found = []
     for step, token in enumerate(answer.tokens):
-        best = expected[len(answer.prompt) - 1 + step].topk(2)
+        best = expected[len(answer.prompt) - 1 - answer.start + step].topk(2)
         ahead, choice = float(best.values[0] - best.values[1]), int(best.indices[0])
         if token != choice and ahead > margin:
             found.append(TokenMismatch(index, step, choice, token, ahead))

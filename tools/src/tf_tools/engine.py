@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,9 @@ class ServeRequest:
         max_tokens: generated per prompt, end-of-sequence tokens ignored.
         model_impl: "transformers" (what is under test) or "vllm" (vLLM's own implementation).
         enforce_eager: False compiles: 30 s more.
-        runs: how often the same prompts are asked of the same engine: a second run meets a warm prefix cache.
+        runs: how often the same prompts are asked of the same engine, with the distributions of the prompt. vLLM reads
+            no prefix cache for such requests.
+        cached: ask once more, without the distributions of the prompt, so that whole blocks come from the prefix cache.
         llm_kwargs: laid over the arguments of `vllm.LLM`; `max_num_batched_tokens=32` forces chunked prefill.
         environment: laid over `ENVIRONMENT`.
         plugins: names of vLLM plugins to load: None for all installed, () for none.
@@ -79,6 +80,7 @@ class ServeRequest:
     model_impl: str = "transformers"
     enforce_eager: bool = True
     runs: int = 2
+    cached: bool = True
     llm_kwargs: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[str, ...] | None = None
@@ -92,7 +94,9 @@ class ServeResult:
     """What came of a request.
 
     Attributes:
-        runs: for each run the answers in the order of the prompts; empty when the engine failed.
+        runs: for each run the answers in the order of the prompts; the cached run is the last. Empty when the engine
+            failed.
+        cached_tokens: for each prompt, how many tokens the cached run took from the prefix cache.
         probed: the probe's result from each worker.
         failure: None, or how the engine ended.
         exit_status: of the child; 0 when all went well.
@@ -101,6 +105,7 @@ class ServeResult:
     """
 
     runs: tuple[tuple[Sequence, ...], ...]
+    cached_tokens: tuple[int, ...]
     probed: tuple[object, ...]
     failure: Failure | None
     exit_status: int
@@ -134,7 +139,7 @@ def warm() -> None:
     """
     torch.set_num_threads(1)
     for name, value in ENVIRONMENT.items():
-        if name.startswith("OMP_") or name not in os.environ and name.startswith(("HF_", "TOKENIZERS_")):
+        if name.startswith("OMP_") or (name not in os.environ and name.startswith(("HF_", "TOKENIZERS_"))):
             os.environ[name] = value
     try:
         import vllm.entrypoints.llm
@@ -167,15 +172,30 @@ def dense_logprobs(position: Mapping[int, Any], vocabulary: int) -> Tensor:
     return torch.tensor([position[t].logprob for t in range(vocabulary)], dtype=torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What the child sends home."""
+
+    runs: tuple[tuple[Sequence, ...], ...]
+    cached_tokens: tuple[int, ...]
+    probed: tuple[object, ...]
+
+
 def _result(outcome: Outcome) -> ServeResult:
     output = outcome.stdout + outcome.stderr
-    if outcome.failure is not None:
-        return ServeResult((), (), outcome.failure, outcome.exit_status, output, outcome.seconds)
-    runs, probed = cast("tuple[tuple[tuple[Sequence, ...], ...], tuple[object, ...]]", outcome.result)
-    return ServeResult(runs, probed, None, outcome.exit_status, output, outcome.seconds)
+    answers = outcome.result if isinstance(outcome.result, _Answers) else _Answers((), (), ())
+    return ServeResult(
+        answers.runs,
+        answers.cached_tokens,
+        answers.probed,
+        outcome.failure,
+        outcome.exit_status,
+        output,
+        outcome.seconds,
+    )
 
 
-def _serve_here(request: ServeRequest) -> tuple[tuple[tuple[Sequence, ...], ...], tuple[object, ...]]:
+def _serve_here(request: ServeRequest) -> _Answers:
     os.environ.update({**ENVIRONMENT, **request.environment})
     if request.plugins is None:
         os.environ.pop("VLLM_PLUGINS", None)
@@ -185,7 +205,7 @@ def _serve_here(request: ServeRequest) -> tuple[tuple[tuple[Sequence, ...], ...]
         request.setup()
     from vllm import LLM
 
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "model": str(request.model),
         "skip_tokenizer_init": True,
         "enforce_eager": request.enforce_eager,
@@ -193,38 +213,42 @@ def _serve_here(request: ServeRequest) -> tuple[tuple[tuple[Sequence, ...], ...]
         "max_model_len": 128,
         "max_num_seqs": 4,
         "max_logprobs": -1,
+        "block_size": 32,  # of tokens: the CPU's own 128 is longer than any prompt here, so nothing would be cached
         "model_impl": request.model_impl,
         "disable_log_stats": True,
         **request.llm_kwargs,
     }
     llm = LLM(**arguments)
-    vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
-    runs = tuple(_generate(llm, request.prompts, request.max_tokens, vocabulary) for _ in range(request.runs))
+    runs = [_generate(llm, request, with_prompt=True)[0] for _ in range(request.runs)]
+    hits: tuple[int, ...] = ()
+    if request.cached:
+        run, hits = _generate(llm, request, with_prompt=False)
+        runs.append(run)
     probed = tuple(llm.apply_model(request.probe)) if request.probe is not None else ()
-    return runs, probed
+    return _Answers(tuple(runs), hits, probed)
 
 
-def _generate(llm: Any, prompts: SequenceOf[SequenceOf[int]], max_tokens: int, vocabulary: int) -> tuple[Sequence, ...]:
+def _generate(llm: Any, request: ServeRequest, *, with_prompt: bool) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=request.max_tokens,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
         logprobs=-1,
-        prompt_logprobs=-1,
+        prompt_logprobs=-1 if with_prompt else None,
     )
-    inputs = [{"prompt_token_ids": list(p)} for p in prompts]
+    vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
+    inputs = [{"prompt_token_ids": list(p)} for p in request.prompts]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False)
     answers = []
-    for prompt, output in zip(prompts, llm.generate(inputs, parameters, use_tqdm=False), strict=True):
+    for prompt, output in zip(request.prompts, outputs, strict=True):
         completion = output.outputs[0]
         tokens = tuple(completion.token_ids)
-        if len(tokens) != max_tokens:
-            raise EngineError(
-                f"expected {max_tokens} tokens for a prompt of {len(prompt)}, the engine made {len(tokens)}"
-            )
-        rows = [dense_logprobs(p, vocabulary) for p in output.prompt_logprobs[1:]]
-        rows += [dense_logprobs(p, vocabulary) for p in completion.logprobs]
-        answers.append(Sequence(tuple(prompt), tokens, torch.stack(rows)))
-    return tuple(answers)
+        if len(tokens) != request.max_tokens:
+            raise EngineError(f"prompt of {len(prompt)}: expected {request.max_tokens} tokens, found {len(tokens)}")
+        positions = [*(output.prompt_logprobs[1:] if with_prompt else ()), *completion.logprobs]
+        rows = torch.stack([dense_logprobs(p, vocabulary) for p in positions])
+        answers.append(Sequence(tuple(prompt), tokens, rows, start=0 if with_prompt else len(prompt) - 1))
+    return tuple(answers), tuple(int(o.num_cached_tokens or 0) for o in outputs)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from tf_tools.sequences import Sequence
 
@@ -60,6 +61,7 @@ def load_reference(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTr
     Raises:
         ReferenceError: a weight is missing, unexpected or of another shape: transformers would only warn.
     """
+    disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
