@@ -87,6 +87,7 @@ class Recorder(TorchFunctionMode):
         self.device: torch.device | None = None
         self.active = False
         self._tracked: dict[int, _Tracked] = {}
+        self._wholes: dict[int, tuple[object, fx.Node]] = {}
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._paths = {id(child): name for name, child in module.named_modules()}
         self._states = {id(tensor): (name, tensor) for name, tensor in _named_states(module)}
@@ -124,7 +125,7 @@ class Recorder(TorchFunctionMode):
 
     def _operation(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def make_node() -> fx.Node:
-            return self._torch_node(func, name, map_leaves(self._as_argument, args), self._as_kwargs(kwargs))
+            return self._torch_node(func, name, self._as_arguments(args), self._as_kwargs(kwargs))
 
         def run() -> Any:
             return func(*map_leaves(self._as_operand, args), **map_leaves(self._as_operand, self._on_meta(kwargs)))
@@ -169,7 +170,9 @@ class Recorder(TorchFunctionMode):
         for index, length in enumerate(value):
             expr = f"{self._node_of(tensor).name}.shape[{index}]"
             entries.append(make_size(length, self, self._projection_maker(node, (("item", index),), length), expr))
-        return torch.Size(entries)
+        shape = torch.Size(entries)
+        self._wholes[id(shape)] = (shape, node)
+        return shape
 
     def _size_method(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -182,9 +185,7 @@ class Recorder(TorchFunctionMode):
             return value
 
         def make(node: fx.Node) -> fx.Node:
-            return self.graph.call_method(
-                name, (node, *map_leaves(self._as_argument, args[1:])), self._as_kwargs(kwargs)
-            )
+            return self.graph.call_method(name, (node, *self._as_arguments(args[1:])), self._as_kwargs(kwargs))
 
         if isinstance(value, torch.Size):
             return self._shape(tensor, value, make)
@@ -212,7 +213,7 @@ class Recorder(TorchFunctionMode):
 
         with self.suspended():
             return self._record(
-                lambda: self.graph.call_module(path, map_leaves(self._as_argument, args), self._as_kwargs(kwargs)),
+                lambda: self.graph.call_module(path, self._as_arguments(args), self._as_kwargs(kwargs)),
                 run,
                 (args, kwargs),
                 always=True,
@@ -224,7 +225,7 @@ class Recorder(TorchFunctionMode):
 
     def _leaf(self, function: Any, meta: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._record(
-            lambda: self.graph.call_function(function, map_leaves(self._as_argument, args), self._as_kwargs(kwargs)),
+            lambda: self.graph.call_function(function, self._as_arguments(args), self._as_kwargs(kwargs)),
             lambda: meta(*map_leaves(self._as_operand, args), **map_leaves(self._as_operand, kwargs)),
             (args, kwargs),
             always=True,
@@ -268,8 +269,7 @@ class Recorder(TorchFunctionMode):
         fresh = {id(operand) for _, operand in written}
         result = self._renamed(result, {id(operand) for operand in operands} - fresh)
         self._note(node, result)
-        for path, tensor in tensors_in(result):
-            self._track(tensor, node, path)
+        self._tie(result, node)
         for tensor, operand in written:
             if id(tensor) != id(operand):  # a real tensor, executed as its meta twin
                 self._tracked.pop(id(tensor), None)
@@ -296,6 +296,13 @@ class Recorder(TorchFunctionMode):
         node.meta["val"] = value
         return node
 
+    def _tie(self, value: Any, node: fx.Node) -> None:
+        """Let `value`, and every tensor in it, stand for `node` and its parts."""
+        if type(value) is tuple and value:  # a list or a dict may be changed before it is passed on
+            self._wholes[id(value)] = (value, node)
+        for path, tensor in tensors_in(value):
+            self._track(tensor, node, path)
+
     def _track(self, tensor: torch.Tensor, node: fx.Node, path: Path) -> None:
         if path:
             self._tracked[id(tensor)] = _Tracked(tensor, _version(tensor), parent=node, path=path)
@@ -313,7 +320,15 @@ class Recorder(TorchFunctionMode):
         return self._node_of(value) if isinstance(value, torch.Tensor) else value
 
     def _as_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {name: map_leaves(self._as_argument, value) for name, value in kwargs.items()}
+        return {name: map_leaves(self._as_argument, value, self._whole) for name, value in kwargs.items()}
+
+    def _as_arguments(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([map_leaves(self._as_argument, value, self._whole) for value in args])
+
+    def _whole(self, container: Any) -> fx.Node | None:
+        """The node of a tuple that is the very object that an input or a call gave."""
+        known = self._wholes.get(id(container))
+        return known[1] if known is not None else None
 
     def _as_operand(self, value: Any) -> Any:
         if isinstance(value, Size):
@@ -338,7 +353,8 @@ class Recorder(TorchFunctionMode):
         return entry.node
 
     def _last_node(self) -> fx.Node:
-        return next(iter(reversed(self.graph.nodes)))
+        last: fx.Node = next(iter(reversed(self.graph.nodes)))
+        return last
 
     def _projection_maker(self, parent: fx.Node, path: Path, value: object) -> Callable[[], fx.Node]:
         made: list[fx.Node] = []
@@ -402,8 +418,7 @@ class Recorder(TorchFunctionMode):
     def add_placeholder(self, name: str, value: Any, location: Location) -> None:
         node = self.graph.placeholder(name)
         self._note(node, value, location=location)
-        for path, tensor in tensors_in(value):
-            self._track(tensor, node, path)
+        self._tie(value, node)
 
     def argument(self, value: Any) -> Any:
         """The node of a returned tensor or size; other values as they are."""
@@ -413,7 +428,7 @@ class Recorder(TorchFunctionMode):
 
     def size_arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...], value: Number) -> Any:
         with self.suspended():
-            node = self.graph.call_function(function, map_leaves(self._as_argument, operands))
+            node = self.graph.call_function(function, self._as_arguments(operands))
             self._note(node, value)
             return make_size(value, self, lambda: node, size_expression(function, operands))
 

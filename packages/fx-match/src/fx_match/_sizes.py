@@ -8,7 +8,7 @@ takes it for the plain number that it is.
 
 from __future__ import annotations
 
-import builtins
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -105,7 +105,7 @@ def _binary(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if isinstance(other, (tuple, list, str)) and name == "mul":  # [item] * n: a length, so n is fixed here
             if self.recorder.active:
                 self.recorder.size_guard(self.expr, self.plain, None)
-            return other * self.plain
+            return other * int(self.plain)
         if not isinstance(other, (int, float)):
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
@@ -131,7 +131,7 @@ def _comparison(name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
-def _fixed(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _fixed(convert: Callable[..., Any]) -> Callable[[Any], Any]:
     """A conversion to a plain number: the value goes on without its provenance, so it is a guard with no outcome."""
 
     def method(self: Size, *args: Any) -> Any:
@@ -154,28 +154,33 @@ def _negative(self: Size) -> Any:
     return self.recorder.size_arithmetic(operator.neg, (self,), value) if self.recorder.active else value
 
 
+def _integer_fixed(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    function: Any = divmod if name == "divmod" else getattr(operator, f"__{name}__")
+    return (
+        _fixed(lambda value, other: function(value, plain(other))),
+        _fixed(lambda value, other: function(plain(other), value)),
+    )
+
+
+def _methods() -> dict[str, Callable[..., Any]]:
+    methods: dict[str, Callable[..., Any]] = {"bool": _truth, "neg": _negative}
+    for name in _ARITHMETIC:
+        methods[name] = _binary(name, reflected=False)
+        methods[f"r{name}"] = _binary(name, reflected=True)
+    for name in _COMPARISONS:
+        methods[name] = _comparison(name)
+    conversions: dict[str, Callable[..., Any]] = {"int": int, "float": float, "round": round, "abs": abs}
+    conversions |= {"trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}
+    return methods | {name: _fixed(convert) for name, convert in conversions.items()}
+
+
 for _class in (SizeInt, SizeFloat):
-    for _name in _ARITHMETIC:
-        setattr(_class, f"__{_name}__", _binary(_name, reflected=False))
-        setattr(_class, f"__r{_name}__", _binary(_name, reflected=True))
-    for _name in _COMPARISONS:
-        setattr(_class, f"__{_name}__", _comparison(_name))
-    for _name, _convert in {
-        "int": int,
-        "float": float,
-        "round": builtins.round,
-        "trunc": int,
-        "floor": lambda value: value // 1,
-        "ceil": lambda value: -(-value // 1),
-        "abs": abs,
-    }.items():
-        setattr(_class, f"__{_name}__", _fixed(_convert))
-    _class.__bool__ = _truth  # type: ignore[attr-defined]
-    _class.__neg__ = _negative  # type: ignore[attr-defined]
+    for _name, _method in _methods().items():
+        setattr(_class, f"__{_name}__", _method)
 for _name in ("divmod", "lshift", "rshift", "and", "or", "xor"):
-    _function: Any = {"divmod": divmod, "and": operator.and_, "or": operator.or_}.get(_name) or getattr(operator, _name)
-    setattr(SizeInt, f"__{_name}__", _fixed(lambda value, other, f=_function: f(value, plain(other))))
-    setattr(SizeInt, f"__r{_name}__", _fixed(lambda value, other, f=_function: f(plain(other), value)))
+    _forward, _reflected = _integer_fixed(_name)
+    setattr(SizeInt, f"__{_name}__", _forward)
+    setattr(SizeInt, f"__r{_name}__", _reflected)
 
 
 def size_expression(function: Callable[..., Any], operands: tuple[Any, ...]) -> str:

@@ -121,7 +121,7 @@ def _identity(code: types.CodeType) -> tuple[str, int, str]:
 
 
 def _is_machinery(filename: str) -> bool:
-    return filename.startswith((_TORCH_FOLDER, _OWN_FOLDER)) or filename.startswith("<frozen")
+    return filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen"))
 
 
 def _positions(code: types.CodeType) -> Positions:

@@ -14,27 +14,27 @@ Path: TypeAlias = tuple[tuple[str, Any], ...]
 _ATOMS = (int, float, str, bool, complex, type(None), torch.dtype, torch.device)
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any, whole: Callable[[Any], Any] | None = None) -> Any:
     """`value` with each leaf of its tuples, lists, dicts and slices replaced; other objects are leaves themselves.
 
+    `whole` may give a replacement for a container; where it gives None, the container's parts are replaced.
     A `torch.Size` becomes a plain tuple if a replacement no longer is an int. Containers keep their type otherwise.
     """
     kind = type(value)
-    if kind is tuple:
-        return tuple([map_leaves(function, item) for item in value])
-    if kind is list:
-        return [map_leaves(function, item) for item in value]
-    if kind is dict:
-        return {key: map_leaves(function, item) for key, item in value.items()}
     if kind is slice:
-        return slice(*(map_leaves(function, part) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Size):
-        items = [map_leaves(function, item) for item in value]
+        return slice(*(map_leaves(function, part, whole) for part in (value.start, value.stop, value.step)))
+    if not isinstance(value, (tuple, list, dict)) or (kind is not dict and isinstance(value, dict)):
+        return function(value)
+    if whole is not None and (replacement := whole(value)) is not None:
+        return replacement
+    if isinstance(value, dict):
+        return {key: map_leaves(function, item, whole) for key, item in value.items()}
+    items = [map_leaves(function, item, whole) for item in value]
+    if kind is tuple or kind is list:
+        return kind(items)
+    if kind is torch.Size:
         return torch.Size(items) if all(isinstance(item, int) for item in items) else tuple(items)
-    if isinstance(value, tuple):
-        items = [map_leaves(function, item) for item in value]
-        return kind(*items) if hasattr(value, "_fields") else _sequence_like(kind, items)
-    return function(value)
+    return kind(*items) if hasattr(value, "_fields") else _sequence_like(kind, items)
 
 
 def _sequence_like(kind: type, items: list[Any]) -> Any:
