@@ -1,0 +1,45 @@
+"""Plan a model: pure analysis on the meta device, with its result as data.
+
+    plan = tf_backend.plan.plan_folder("path/to/model")
+    plan.is_served, plan.summary(), plan.to_json()
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tf_backend.plan.schema import Parallel, Plan, Refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tf_backend.capabilities import Capabilities
+
+__all__ = ["Parallel", "Plan", "Refusal", "plan", "plan_folder"]
+
+
+def plan(model: PreTrainedModel, parallel: Parallel | None = None, capabilities: Capabilities | None = None) -> Plan:
+    """Plan a head model on the meta device; see `tf_backend.model.skeleton.skeleton` for making one."""
+    from tf_backend import capabilities as known
+    from tf_backend.plan.planner import make_plan
+
+    return make_plan(model, parallel or Parallel(), capabilities or known.default()).plan
+
+
+def plan_folder(
+    folder: str | Path,
+    *,
+    parallel: Parallel | None = None,
+    capabilities: Capabilities | None = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Plan the model whose `config.json` lies in `folder`; no weights are needed.
+
+    Raises:
+        ConfigError: there is no config, or it names a type or architecture that transformers does not have.
+    """
+    from tf_backend.model.config import read_config
+    from tf_backend.model.skeleton import skeleton
+
+    return plan(skeleton(read_config(folder, trust_remote_code=trust_remote_code)), parallel, capabilities)

@@ -93,14 +93,14 @@ class _Observer:
 
     def run(self) -> Observation:
         tokens = torch.zeros((1, self.seen.tokens), dtype=torch.long, device="meta")
-        with self._hooked(), self._interfaces(), torch.no_grad():
+        with self._hooked(), observing(self.model, self._attention, self._mask), torch.no_grad():
             detector = MixingDetector(self.seen.tokens, self._current)
             try:
                 with detector:
                     self.model(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
             except Exception as error:  # the model's own failure is the answer, not ours to raise
                 self.seen.failure = self._failure(error)
-            self.seen.mixing = [m for m in detector.found if not m.module.startswith(_ATTENTION)]
+            self.seen.mixing = detector.found
         return self.seen
 
     def _current(self) -> str:
@@ -124,22 +124,6 @@ class _Observer:
         finally:
             for handle in handles:
                 handle.remove()
-
-    @contextmanager
-    def _interfaces(self) -> Iterator[None]:
-        ALL_ATTENTION_FUNCTIONS.register(OBSERVER, self._attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVER, self._mask)
-        before = self.model.config._attn_implementation
-        self.model.config._attn_implementation = OBSERVER
-        # The engine never packs sequences into one row for transformers: this check would read positions, which meta has not.
-        packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-        try:
-            with packed:
-                yield
-        finally:
-            self.model.config._attn_implementation = before
-            for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-                type(registry)._global_mapping.pop(OBSERVER, None)
 
     def _mask(self, *, mask_function: Callable[..., Any], kv_length: int, q_length: int, **_: Any) -> torch.Tensor:
         mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
@@ -167,8 +151,7 @@ class _Observer:
         self.seen.attention.append(
             AttentionCall(self.names.get(id(module), ""), query.shape, key.shape, value.shape, kind, keywords)
         )
-        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        return torch.empty(shape, dtype=query.dtype, device="meta"), None
+        return observing_attention(module, query, key, value)
 
     def _failure(self, error: Exception) -> Failure:
         frames = traceback.extract_tb(error.__traceback__)
@@ -179,10 +162,25 @@ class _Observer:
         return Failure(error, self._current(), frame.filename, frame.lineno or 0)
 
 
-_ATTENTION = "\0"
+@contextmanager
+def observing(model: PreTrainedModel, attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Have `model` call `attention` and `mask` where it would call transformers' attention and mask functions."""
+    ALL_ATTENTION_FUNCTIONS.register(OBSERVER, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVER, mask)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = OBSERVER
+    # The engine never packs sequences into one row for transformers: this check would read positions, which meta has not.
+    packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    try:
+        with packed:
+            yield
+    finally:
+        model.config._attn_implementation = before
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            type(registry)._global_mapping.pop(OBSERVER, None)
 
 
-def observing_attention(  # the leaf under which an attention call is traced
+def observing_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -190,6 +188,11 @@ def observing_attention(  # the leaf under which an attention call is traced
     attention_mask: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Meta result of an attention call: ([batch, tokens, heads, value_head_dim], None)."""
+    """Meta result of an attention call: ([batch, tokens, heads, value_head_dim], None). The leaf under which it is traced."""
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return torch.empty(shape, dtype=query.dtype, device=query.device), None
+
+
+def observing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:
+    """Meta mask of [1, 1, queries, keys]; says nothing about who sees whom."""
+    return torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")

@@ -1,0 +1,126 @@
+"""Apply a plan: the skeleton on meta becomes a model of vLLM layers on a device, with weights not yet loaded.
+
+In: a planned skeleton and the engine's config. Out: the same module tree, fused. The only step that imports vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ast_rewrite import CompiledRewrite
+from torch import nn
+from transformers import PreTrainedModel
+from vllm_layers_bridge.layers import BuildContext, build
+from vllm_layers_bridge.layers.linear import qkv_split_sizes
+from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
+from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, QKVLinearSpec
+
+from tf_backend.generated import derive
+from tf_backend.model.buffers import restore_buffers
+from tf_backend.plan.schema import ModulePlan, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What applying needs of the engine, read once from its config."""
+
+    tensor_parallel: int
+    cache_config: Any
+    quant_config: Any
+    device: torch.device
+
+
+def apply(plan: Plan, rewrites: dict[str, CompiledRewrite], model: PreTrainedModel, engine: Engine, prefix: str = "") -> None:
+    """Build every layer of `plan` into `model`.
+
+    Args:
+        rewrites: compiled forwards by variant id, derived in this process; their hashes must be the plan's.
+        prefix: full name under which the engine knows the model, usually empty.
+    """
+    _check_rewrites(plan, rewrites)
+    context = BuildContext(engine.quant_config)
+    for module_plan in plan.modules:
+        if module_plan.action == "replace":
+            _replace(module_plan, model, context, prefix)
+        elif module_plan.action == "rewrite":
+            _rewrite(module_plan, rewrites, model, context, engine.tensor_parallel, prefix)
+    if plan.head is not None and plan.head.linear.tied_to is not None:
+        head = model.get_submodule(plan.head.linear.name)
+        tied = model.get_submodule(plan.head.linear.tied_to)
+        _set(model, plan.head.linear.name, head.tie_weights(tied))  # type: ignore[operator]
+    register_interface()
+    model.config._attn_implementation = INTERFACE
+    for attention in plan.attention:
+        owner = model.get_submodule(attention.module)
+        attach_attention(
+            owner,
+            attention.spec,
+            _join(prefix, f"{attention.module}.{CHILD}"),
+            tensor_parallel=engine.tensor_parallel,
+            cache_config=engine.cache_config,
+            quant_config=engine.quant_config,
+        )
+    restore_buffers(model, plan.buffers, engine.device)
+    _materialize(model, engine.device)
+
+
+def _check_rewrites(plan: Plan, rewrites: dict[str, CompiledRewrite]) -> None:
+    for variant in plan.variants:
+        if variant.rewritten_sha256 is not None and rewrites[variant.id].sha256 != variant.rewritten_sha256:
+            raise ValueError(f"the rewrite of {variant.cls} in this process is not the one that was planned")
+
+
+def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: str) -> None:
+    (spec,) = plan.layers
+    _set(model, plan.name, build(spec, _join(prefix, plan.name), context))
+
+
+def _rewrite(
+    plan: ModulePlan,
+    rewrites: dict[str, CompiledRewrite],
+    model: nn.Module,
+    context: BuildContext,
+    tensor_parallel: int,
+    prefix: str,
+) -> None:
+    assert plan.variant is not None
+    module = model.get_submodule(plan.name)
+    for spec in plan.layers:
+        for child in _sources(spec):
+            delattr(module, child)
+        setattr(module, spec.name, build(spec, _join(prefix, f"{plan.name}.{spec.name}"), context))
+        if isinstance(spec, QKVLinearSpec):
+            setattr(module, spec.sizes_attribute, qkv_split_sizes(spec, tensor_parallel))
+    module.__class__ = derive(type(module), rewrites[plan.variant])
+
+
+def _sources(spec: LayerSpec) -> tuple[str, ...]:
+    if isinstance(spec, MergedLinearSpec | QKVLinearSpec):
+        return tuple(source.child for source in spec.sources)
+    return ()
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give memory to what stayed as transformers wrote it."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+

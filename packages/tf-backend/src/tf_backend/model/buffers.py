@@ -1,0 +1,51 @@
+"""Buffers that no checkpoint holds, such as rotary frequencies: computed again by transformers' own initialisation.
+
+In: a model whose buffers are on meta. Out: the same model with those buffers on a device. A buffer that the initialisation does not write
+would be garbage: each is filled with a mark first, and one that still carries the mark is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tf_backend.errors import TfBackendError
+
+_MARK = -77_771
+
+
+def non_persistent_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Full names of the buffers that a state dict leaves out."""
+    held = model.state_dict().keys()
+    return tuple(name for name, _ in model.named_buffers() if name not in held)
+
+
+def restore_buffers(model: PreTrainedModel, names: tuple[str, ...], device: torch.device) -> None:
+    """Compute the buffers `names` of `model` on `device`.
+
+    Raises:
+        TfBackendError: a buffer is not written by the model's `_init_weights`.
+    """
+    by_owner: dict[str, list[str]] = {}
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        by_owner.setdefault(owner, []).append(leaf)
+    for owner, leaves in by_owner.items():
+        module = model.get_submodule(owner)
+        for leaf in leaves:
+            old = module._buffers[leaf]
+            assert old is not None
+            fill = float("nan") if old.dtype.is_floating_point else (_MARK if old.dtype is not torch.bool else True)
+            module._buffers[leaf] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
+        with torch.no_grad(), torch.device(device):
+            model._init_weights(module)
+        for leaf in leaves:
+            new = module._buffers[leaf]
+            assert new is not None
+            unset = new.isnan().any() if new.dtype.is_floating_point else (new == _MARK).any()
+            if bool(unset):
+                raise TfBackendError(
+                    f"The buffer `{owner}.{leaf}` is in no checkpoint, and `{type(model).__name__}._init_weights` does not "
+                    f"compute it for a `{type(module).__name__}`. Report the architecture; it cannot be served right."
+                )

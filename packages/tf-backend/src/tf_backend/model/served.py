@@ -1,0 +1,170 @@
+"""The classes that vLLM finds under its backend's names: plan, apply, load, forward, logits.
+
+Imports vLLM: only the plugin imports this module. In: the engine's config. Out: a model that the engine runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from tf_backend import capabilities
+from tf_backend.errors import ModelRefused
+from tf_backend.model.apply import Engine, apply
+from tf_backend.model.decoder import Decoder
+from tf_backend.model.head import Head
+from tf_backend.model.options import check_engine_options, publish_plan
+from tf_backend.model.skeleton import skeleton
+from tf_backend.names import REFUSED
+from tf_backend.plan.planner import make_plan
+from tf_backend.plan.schema import Parallel, Refusal
+from tf_backend.weights.files import stored_tensors
+from tf_backend.weights.load import WeightLoader
+
+logger = logging.getLogger("vllm.tf_backend")  # below vLLM's root logger, so that its handlers and levels apply
+
+
+class TransformersForCausalLM(nn.Module):
+    """A transformers causal language model, fused by plan and run by the engine."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        check_engine_options(vllm_config)
+        model_config = vllm_config.model_config
+        parallel = Parallel(
+            tensor=vllm_config.parallel_config.tensor_parallel_size,
+            pipeline=vllm_config.parallel_config.pipeline_parallel_size,
+        )
+        model = skeleton(model_config.hf_config, model_config.dtype)
+        planned = make_plan(model, parallel, capabilities.default())
+        plan = planned.plan
+        if plan.refusals:
+            raise ModelRefused(plan.refusals, architecture=plan.provenance.architecture)
+        capabilities.check(capabilities.default())
+        publish_plan(vllm_config, plan)
+        assert plan.head is not None
+        self.plan = plan
+        self.config = model_config.hf_config
+        self.loader = WeightLoader(
+            plan.weights,
+            plan.base,
+            ignorable=[*plan.buffers, *planned.tied],
+            ignorable_patterns=planned.ignorable_patterns,
+        )
+        self._check_checkpoint(vllm_config)
+        device = torch.get_default_device()
+        apply(
+            plan,
+            planned.rewrites,
+            model,
+            Engine(parallel.tensor, vllm_config.cache_config, vllm_config.quant_config, device),
+            prefix,
+        )
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        projection = model.get_submodule(plan.head.linear.name)
+        decoder = Decoder(vllm_config=vllm_config, prefix=prefix, base=model.get_submodule(plan.base))
+        # Not children: parameters keep the names that transformers gives them.
+        object.__setattr__(self, "decoder", decoder)
+        object.__setattr__(self, "head", Head(plan.head, projection, getattr(projection, "bias", None)))
+        object.__setattr__(self, "embedding", model.get_input_embeddings())
+        self._log()
+
+    def _check_checkpoint(self, vllm_config: VllmConfig) -> None:
+        folder = Path(vllm_config.model_config.model)
+        if vllm_config.load_config.load_format in {"auto", "hf", "safetensors"} and folder.is_dir():
+            stored = stored_tensors(folder)
+            if stored:
+                self.loader.check(stored)
+
+    def _log(self) -> None:
+        for count in self.plan.summary():
+            logger.info("%s: %s x %d", count.cls, count.fusion, count.count)
+        for variant in self.plan.variants:
+            for miss in variant.misses:
+                logger.warning("%s: %s not applied: %s", variant.class_name, miss.fusion, miss.reason)
+        fused = sum(count.count for count in self.plan.summary())
+        logger.info(
+            "tf-backend serves %s: %d modules fused, plan %s",
+            self.plan.provenance.architecture,
+            fused,
+            self.plan.hash[:12],
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [tokens, hidden] of tokens [tokens]."""
+        embedded: torch.Tensor = self.embedding(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Last hidden state [tokens, hidden]."""
+        if inputs_embeds is not None:
+            input_ids = None
+        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds)
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logits [tokens, vocabulary] of last hidden states [tokens, hidden]."""
+        logits: torch.Tensor | None = self.head(hidden_states)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill every parameter from `weights`; CheckpointError for a tensor that is missing, left over or misshapen."""
+        targets: dict[str, nn.Parameter | torch.Tensor] = dict(self.named_buffers())
+        targets.update(self.named_parameters(remove_duplicate=False))
+        return self.loader.load(weights, targets)
+
+
+class TransformersMoEForCausalLM(TransformersForCausalLM):
+    """The name under which vLLM asks for models with experts: planned the same way, and refused or served by what the plan finds."""
+
+
+class _Refusing(nn.Module):
+    """Refuses at once, by the name of what it would serve."""
+
+    what: ClassVar[str] = ""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        architecture = (vllm_config.model_config.architectures or [""])[0]
+        raise ModelRefused(
+            [
+                Refusal(
+                    reason=f"tf-backend does not serve {self.what} yet",
+                    module="",
+                    place=None,
+                    remedy="Use vLLM's own implementation with `--model-impl vllm` where it has one.",
+                )
+            ],
+            architecture=architecture,
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Part of the interface by which vLLM recognises a model; never reached."""
+        raise AssertionError("a refused model does not run")
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Part of the interface by which vLLM recognises a model; never reached."""
+        raise AssertionError("a refused model does not run")
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Part of the interface by which vLLM recognises a model; never reached."""
+        raise AssertionError("a refused model does not run")
+
+
+def refusing_class(name: str) -> type[nn.Module]:
+    """The class registered under `name`, one of `tf_backend.names.REFUSED`."""
+    is_pooling = "Embedding" in name or "Classification" in name
+    return type(name, (_Refusing,), {"what": REFUSED[name], "is_pooling_model": is_pooling, "__module__": __name__})

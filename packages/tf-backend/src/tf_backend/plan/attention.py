@@ -1,0 +1,127 @@
+"""From observed calls of the attention interface to layers of the engine, or to the reason why not.
+
+In: an observation and the capabilities of the platform. Out: an `AttentionPlan` per call and refusals. Every keyword that reaches the
+interface is accounted for: it is expressed, it is known not to change the result, or the model is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from torch import nn
+from vllm_layers_bridge.specs import AttentionSpec
+
+from tf_backend.plan.observe import AttentionCall, Observation
+from tf_backend.plan.places import place_of_class
+from tf_backend.plan.schema import AttentionPlan, Refusal
+
+INERT_KEYWORDS = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep"}
+)
+"""Keywords that models pass through to the interface and that no attention function of transformers reads."""
+
+EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal"})
+"""Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here. The window is read from the mask."""
+
+_OWN_IMPLEMENTATION = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
+
+
+class AttentionCapabilities(Protocol):
+    """What planning asks of the recorded capabilities."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def attention_head_sizes(self) -> tuple[int, ...]: ...
+
+
+def plan_attention(
+    model: nn.Module, seen: Observation, capabilities: AttentionCapabilities
+) -> tuple[tuple[AttentionPlan, ...], tuple[Refusal, ...]]:
+    """One plan per call, in the order of calls; refusals for what no attention layer of the engine computes."""
+    plans: list[AttentionPlan] = []
+    refusals: list[Refusal] = []
+    owners: set[str] = set()
+    for call in seen.attention:
+        problem = _problem(call, seen.tokens, capabilities)
+        if call.module in owners:
+            problem = "calls the attention interface more than once"
+        owners.add(call.module)
+        if problem is None:
+            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call)))
+        else:
+            cls = type(model.get_submodule(call.module))
+            refusals.append(
+                Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), _OWN_IMPLEMENTATION)
+            )
+    return tuple(plans), _merged(refusals)
+
+
+def _problem(call: AttentionCall, tokens: int, capabilities: AttentionCapabilities) -> str | None:
+    """Why the engine cannot compute this call, as a verb phrase; None when it can."""
+    head_dim, value_dim = call.query[-1], call.value[-1]
+    if call.mask.kind == "bidirectional":
+        return "attends to later tokens, as an encoder does; only causal attention is served yet"
+    if call.mask.kind not in {"full", "sliding"}:
+        return f"attends under a mask that no attention layer of the engine takes: {call.mask.reason or call.mask}"
+    if call.key[2] != tokens:
+        return "attends to other keys than those of its own tokens"
+    if value_dim != head_dim:
+        return f"has value heads of {value_dim} beside key heads of {head_dim}, which is not served yet"
+    if head_dim not in capabilities.attention_head_sizes:
+        sizes = ", ".join(str(size) for size in capabilities.attention_head_sizes)
+        return f"has heads of {head_dim}; the attention of {capabilities.name} takes {sizes}"
+    return _keyword_problem(call)
+
+
+def _keyword_problem(call: AttentionCall) -> str | None:
+    keywords = {name: value for name, value in call.keywords.items() if value is not None}
+    unknown = sorted(keywords.keys() - INERT_KEYWORDS - EXPRESSED_KEYWORDS)
+    if unknown:
+        return f"passes `{unknown[0]}` to the attention interface, which no attention layer of the engine takes yet"
+    if not isinstance(keywords.get("scaling"), int | float):
+        return "passes no constant `scaling` to the attention interface"
+    if not isinstance(keywords.get("softcap", 0.0), int | float):
+        return "passes a `softcap` that is not a constant"
+    if keywords.get("dropout", 0.0) != 0.0:
+        return "drops attention weights at random while serving"
+    if keywords.get("is_causal", True) is not True:
+        return "passes `is_causal` as something else than True"
+    return None
+
+
+def _spec(call: AttentionCall) -> AttentionSpec:
+    softcap = call.keywords.get("softcap")
+    return AttentionSpec(
+        num_heads=call.query[1],
+        num_kv_heads=call.key[1],
+        head_dim=call.query[3],
+        value_head_dim=call.value[3],
+        scale=float(call.keywords["scaling"]),
+        sliding_window=call.mask.size if call.mask.kind == "sliding" else None,
+        logits_soft_cap=float(softcap) if softcap else None,
+    )
+
+
+def specs_by_module(plans: tuple[AttentionPlan, ...]) -> dict[str, tuple[AttentionSpec, ...]]:
+    """The calls of each module."""
+    found: dict[str, tuple[AttentionSpec, ...]] = {}
+    for plan in plans:
+        found[plan.module] = (*found.get(plan.module, ()), plan.spec)
+    return found
+
+
+def _layer_index(name: str, default: int) -> int:
+    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return int(numbers[0]) if numbers else default
+
+
+def _merged(refusals: list[Refusal]) -> tuple[Refusal, ...]:
+    """One refusal per reason: the first module stands for all."""
+    first: dict[tuple[str, object], Refusal] = {}
+    for refusal in refusals:
+        first.setdefault((refusal.reason, refusal.place), refusal)
+    return tuple(first.values())
+

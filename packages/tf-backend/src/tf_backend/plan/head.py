@@ -1,0 +1,138 @@
+"""The head: what lies between the decoder's last hidden state and the logits, carried over from the traced forward of the head model.
+
+In: the trace of a `...ForCausalLM`. Out: a `HeadPlan`, or the reason why an operation in it cannot be carried over. Scale, soft cap and
+bias are read from the graph; no config name is looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from fx_match import Trace, canonical
+from torch import fx
+from transformers import PreTrainedModel
+from vllm_layers_bridge.specs import HeadLinearSpec
+
+from tf_backend.plan.places import place_of_class, place_of_line
+from tf_backend.plan.schema import HeadPlan, HeadStep, Place, Refusal
+
+_ARITHMETIC = frozenset({"mul", "div", "add", "sub"})
+_UNARY = frozenset({"tanh", "neg"})
+_REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
+
+
+class _CannotCarry(Exception):
+    def __init__(self, reason: str, node: fx.Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+def plan_head(model: PreTrainedModel, base: str, trace: Trace) -> HeadPlan | Refusal:
+    """Read the head of `model` from the trace of its forward; `base` is the name of the decoder, e.g. ``model``."""
+    place = place_of_class(type(model))
+    try:
+        if trace.output is None or not isinstance(trace.output, dict) or not isinstance(trace.output.get("logits"), fx.Node):
+            why = f"its forward could not be followed: {trace.stop}" if trace.stop else "it returns no `logits`"
+            raise _CannotCarry(why)
+        projection = _projection_name(model)
+        after, linear = _walk(trace, trace.output["logits"], projection)
+        before, _ = _walk(trace, _argument(linear), base)
+        return HeadPlan(tuple(before), _spec(model, projection), tuple(after), place)
+    except _CannotCarry as problem:
+        return Refusal(
+            f"the head of `{type(model).__name__}` cannot be carried over: {problem.reason}",
+            "",
+            _place_of(trace, problem.node) or place,
+            _REMEDY,
+        )
+
+
+def _projection_name(model: PreTrainedModel) -> str:
+    projection = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is projection and type(module) is torch.nn.Linear:
+            return name
+    raise _CannotCarry("it has no plain linear as its output embeddings")
+
+
+def _spec(model: PreTrainedModel, name: str) -> HeadLinearSpec:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, torch.nn.Linear)
+    embedding = model.get_input_embeddings()
+    is_tied = getattr(embedding, "weight", None) is linear.weight
+    tied_to = next(n for n, m in model.named_modules() if m is embedding) if is_tied else None
+    if tied_to is not None and type(embedding) is not torch.nn.Embedding:
+        tied_to = None  # an embedding that scales stays as it is: the head then holds a copy of its weight
+    return HeadLinearSpec(name, linear.out_features, linear.in_features, linear.bias is not None, tied_to)
+
+
+def _walk(trace: Trace, node: fx.Node, target: str) -> tuple[list[HeadStep], fx.Node]:
+    """Steps from the call of child `target` down to `node`, in order of execution."""
+    steps: list[HeadStep] = []
+    while not (node.op == "call_module" and node.target == target):
+        step, source = _step(trace, node)
+        if step is not None:
+            steps.append(step)
+        node = source
+    return steps[::-1], node
+
+
+def _step(trace: Trace, node: fx.Node) -> tuple[HeadStep | None, fx.Node]:
+    """One operation of a single value, and that value; no step where it changes nothing."""
+    inputs = node.all_input_nodes
+    if node.op == "call_module":
+        raise _CannotCarry(f"it calls `{node.target}` between the decoder and the logits", node)
+    if node.op not in {"call_function", "call_method"} or len(inputs) != 1:
+        raise _CannotCarry(f"`{node.name}` is computed from {len(inputs)} values", node)
+    source = inputs[0]
+    name = canonical(node)
+    if trace.written_by(node):
+        raise _CannotCarry(f"`{node.name}` is written to in place", node)
+    if name in _ARITHMETIC and len(node.args) == 2 and not _has_alpha(node):
+        args = tuple("x" if arg is source else arg for arg in node.args)
+        if args.count("x") == 1 and all(arg == "x" or isinstance(arg, int | float) for arg in args):
+            return HeadStep(name, tuple(arg for arg in args if isinstance(arg, str | int | float))), source
+    if name in _UNARY:
+        return HeadStep(name, ("x",)), source
+    if name == "cast":
+        return _cast(trace, node, source), source
+    if _is_unchanged(trace, node, source):
+        return None, source
+    raise _CannotCarry(f"`{node.name}` ({name}) is not an operation that it knows to carry over", node)
+
+
+def _has_alpha(node: fx.Node) -> bool:
+    return bool(node.kwargs)
+
+
+def _cast(trace: Trace, node: fx.Node, source: fx.Node) -> HeadStep | None:
+    new, old = trace.value(node), trace.value(source)
+    if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
+        raise _CannotCarry(f"the type that `{node.name}` casts to is not known", node)
+    if new.dtype is torch.float32:
+        return HeadStep("cast_float32", ("x",))
+    if new.dtype is old.dtype:
+        return None
+    raise _CannotCarry(f"`{node.name}` casts to {new.dtype}", node)
+
+
+def _is_unchanged(trace: Trace, node: fx.Node, source: fx.Node) -> bool:
+    """Whether a selection or view gives all of its input: a part of a tuple, a slice of everything, `contiguous`."""
+    new, old = trace.value(node), trace.value(source)
+    name = canonical(node)
+    if name in {"getitem", "getattr"} and not isinstance(old, torch.Tensor):
+        return True
+    is_view = name in {"getitem", "contiguous", "slice"}
+    return is_view and isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and new.shape == old.shape
+
+
+def _argument(node: fx.Node) -> fx.Node:
+    (argument,) = node.all_input_nodes
+    return argument
+
+
+def _place_of(trace: Trace, node: fx.Node | None) -> Place | None:
+    span = trace.span(node) if node is not None else None
+    if span is None:
+        return None
+    return place_of_line(trace.module_class.__module__, trace.code.co_filename, span.lineno)

@@ -1,0 +1,123 @@
+"""From variants to modules: what each module of the model becomes, and where each of its tensors is loaded.
+
+In: a model on meta, its observation, the variant table. Out: module plans in the model's order and weight rules.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+from vllm_layers_bridge.fusions.protocol import ModuleFacts, is_plain_linear
+from vllm_layers_bridge.specs import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadLinearSpec,
+    LayerSpec,
+    LinearSpec,
+    MergedLinearSpec,
+    QKVLinearSpec,
+)
+
+from tf_backend.plan.observe import Observation
+from tf_backend.plan.schema import ModulePlan, WeightRule
+from tf_backend.plan.variants import VariantTable
+
+
+def plan_modules(
+    model: PreTrainedModel,
+    base: str,
+    head: HeadLinearSpec | None,
+    seen: Observation,
+    table: VariantTable,
+    attention: dict[str, tuple[AttentionSpec, ...]],
+) -> tuple[ModulePlan, ...]:
+    """A plan for each module that is traced or replaced; modules that only hold others are left out."""
+    plans: list[ModulePlan] = []
+    taken: set[str] = set()
+    for name, module in model.named_modules():
+        if name in taken or any(name.startswith(f"{gone}.") for gone in taken):
+            continue
+        if head is not None and name == head.name:
+            plans.append(ModulePlan(name, "replace", layers=(head,)))
+            continue
+        layer = plain_layer(model, name, module)
+        if layer is not None:
+            plans.append(ModulePlan(name, "replace", layers=(layer,)))
+            continue
+        if name in {"", base} or not is_traced(module) or name not in seen.calls:
+            continue
+        outcome = table.outcome(module, seen.calls[name], ModuleFacts(name, attention.get(name, ())))
+        built = outcome.built
+        replaces = any(fusion.replaces_module for fusion in built.applied)
+        action = "replace" if replaces else "rewrite" if built.applied else "keep"
+        plans.append(ModulePlan(name, action, built.variant.id, outcome.layers))
+        if replaces:
+            taken.add(name)
+        taken.update(f"{name}.{child}" for layer in outcome.layers for child in consumed_children(layer))
+    return tuple(plans)
+
+
+def plain_layer(model: PreTrainedModel, name: str, module: nn.Module) -> LayerSpec | None:
+    """The layer that a plain torch layer becomes, when no fusion takes it."""
+    leaf = name.rpartition(".")[2]
+    if is_plain_linear(module) and isinstance(module, nn.Linear):
+        return LinearSpec(leaf, module.in_features, module.out_features, module.bias is not None)
+    if type(module) is nn.Embedding and module is model.get_input_embeddings() and module.max_norm is None:
+        return EmbeddingSpec(leaf, module.num_embeddings, module.embedding_dim)
+    return None
+
+
+def is_traced(module: nn.Module) -> bool:
+    """Whether a module has a forward of the model's own that a fusion could be about."""
+    kind = type(module)
+    if kind.__module__.startswith(("torch.nn.", "transformers.activations")):
+        return False
+    return bool(module._modules) or bool(module._parameters) or bool(module._buffers)
+
+
+def consumed_children(layer: LayerSpec) -> tuple[str, ...]:
+    """Children whose weights a merged layer takes over."""
+    if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
+        return tuple(source.child for source in layer.sources)
+    return ()
+
+
+def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple[WeightRule, ...]:
+    """One rule for each parameter and persistent buffer of the model as transformers saves it; tied copies have none."""
+    merged: dict[str, tuple[str, str | int | None]] = {}
+    for plan in plans:
+        for layer in plan.layers:
+            if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
+                for source in layer.sources:
+                    merged[f"{plan.name}.{source.child}"] = (f"{plan.name}.{layer.name}", source.shard)
+    rules: list[WeightRule] = []
+    held = model.state_dict().keys()
+    tensors = dict(model.named_parameters())
+    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
+    untied = _copies_for_head(model, plans)
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        target, shard = merged.get(owner, (owner, None))
+        rules.append(WeightRule(name, f"{target}.{leaf}" if target else leaf, shard, tuple(tensor.shape)))
+        if name in untied:
+            rules.append(WeightRule(name, untied[name], None, tuple(tensor.shape)))
+    return tuple(rules)
+
+
+def _copies_for_head(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> dict[str, str]:
+    """The embedding's weight -> the head's, where they are tied and the head still has a tensor of its own."""
+    for plan in plans:
+        for layer in plan.layers:
+            if isinstance(layer, HeadLinearSpec) and layer.tied_to is None:
+                embedding = model.get_input_embeddings()
+                head = model.get_submodule(plan.name)
+                if getattr(embedding, "weight", None) is head.weight:
+                    name = next(n for n, m in model.named_modules() if m is embedding)
+                    return {f"{name}.weight": f"{plan.name}.weight"}
+    return {}
+
+
+def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names in a state dict that are copies of another parameter: a checkpoint may hold them and they are not wanted."""
+    unique = dict(model.named_parameters())
+    return tuple(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in unique)

@@ -1,0 +1,150 @@
+"""Plan a model: observe it, trace and fuse each variant, account for every call of attention, carry the head over, route the weights.
+
+In: a head model on meta, ranks, capabilities of the platform. Out: a `Plan`, and beside it what this process needs to apply it. Pure
+analysis: no vLLM, no weights, no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import transformers
+from ast_rewrite import CompiledRewrite
+from fx_match import LeafCall, Trace, trace
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from vllm_layers_bridge.fusions.protocol import Fusion
+
+from tf_backend.capabilities import Capabilities
+from tf_backend.model.buffers import non_persistent_buffers
+from tf_backend.plan.attention import plan_attention, specs_by_module
+from tf_backend.plan.fusions import installed_fusions
+from tf_backend.plan.head import plan_head
+from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
+from tf_backend.plan.observe import Observation, observe, observing, observing_attention, observing_mask
+from tf_backend.plan.refusals import expert_refusals, kind_refusals, layer_refusals, run_refusals
+from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Provenance, Refusal
+from tf_backend.plan.variants import VariantTable
+
+PACKAGES = ("fx-match", "ast-rewrite", "vllm-layers-bridge", "moe-runner", "tf-backend")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan and what belongs to this process alone: compiled forwards by variant id."""
+
+    plan: Plan
+    rewrites: dict[str, CompiledRewrite]
+    tied: tuple[str, ...]
+    ignorable_patterns: tuple[str, ...]
+
+
+def make_plan(
+    model: PreTrainedModel,
+    parallel: Parallel,
+    capabilities: Capabilities,
+    fusions: Sequence[Fusion] | None = None,
+) -> Planned:
+    """Plan `model`, which is on meta and in evaluation mode.
+
+    Args:
+        parallel: ranks to plan for.
+        capabilities: what the platform's layers take; recorded or shipped, see `tf_backend.capabilities`.
+        fusions: in order of priority; those installed when None.
+    """
+    seen = observe(model)
+    base = _base_name(model)
+    layers = _layers_name(model, seen)
+    attention, attention_refusals = plan_attention(model, seen, capabilities)
+    refusals: list[Refusal] = [
+        *kind_refusals(model, parallel),
+        *expert_refusals(model, seen),
+        *run_refusals(model, seen),
+        *layer_refusals(model, layers, seen),
+        *attention_refusals,
+    ]
+    table = VariantTable(installed_fusions() if fusions is None else fusions)
+    with observing(model, observing_attention, observing_mask), torch.no_grad():
+        head = _plan_head(model, base, seen, refusals)
+        specs = specs_by_module(attention)
+        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
+    plan = Plan(
+        provenance=_provenance(model, parallel, capabilities),
+        base=base,
+        layers=layers,
+        variants=tuple(built.variant for built in table.built),
+        modules=modules,
+        attention=attention,
+        head=head,
+        weights=plan_weights(model, modules),
+        buffers=non_persistent_buffers(model),
+        refusals=tuple(refusals),
+    )
+    return Planned(
+        plan,
+        {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None},
+        tied_names(model),
+        tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    )
+
+
+def _plan_head(model: PreTrainedModel, base: str, seen: Observation, refusals: list[Refusal]) -> HeadPlan | None:
+    call = seen.calls.get("")
+    if refusals or call is None:
+        return None  # a model that is refused already need not have a head that can be followed
+    traced: Trace = trace(model, call.args, call.kwargs, leaves=[LeafCall(observing_attention)])
+    head = plan_head(model, base, traced)
+    if isinstance(head, Refusal):
+        refusals.append(head)
+        return None
+    return head
+
+
+def _base_name(model: PreTrainedModel) -> str:
+    base = model.base_model
+    return next((name for name, module in model.named_modules() if module is base), "")
+
+
+def _layers_name(model: nn.Module, seen: Observation) -> str:
+    """The longest list of modules whose entries call the attention interface; empty when there is none."""
+    calling = [call.module for call in seen.attention]
+    best, length = "", 0
+    for name, module in model.named_modules():
+        holds = any(owner.startswith(f"{name}.") for owner in calling)
+        if isinstance(module, nn.ModuleList) and holds and len(module) > length:
+            best, length = name, len(module)
+    return best
+
+
+def _provenance(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities) -> Provenance:
+    return Provenance(
+        architecture=type(model).__name__,
+        model_type=model.config.model_type,
+        config_sha256=config_sha256(model.config),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        packages={name: _version(name) for name in PACKAGES},
+        capabilities=capabilities.name,
+        capabilities_sha256=capabilities.sha256,
+        parallel=parallel,
+    )
+
+
+def config_sha256(config: PreTrainedConfig) -> str:
+    """Hash of what a config says of the model: not of where it lies, its dtype, or which release wrote it."""
+    data = config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        data.pop(volatile, None)
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "source"

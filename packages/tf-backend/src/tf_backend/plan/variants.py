@@ -1,0 +1,234 @@
+"""Variants: instances of one class that run the same code, traced once and fused once.
+
+In: a model on meta, what each module was called with, the fusions in order. Out: for each module its `Variant`, the compiled rewrite where
+its forward changes, and the layers it gets. Two instances share a variant if they have the same class and children, were called
+alike, and agree on every attribute that the traced forward read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from ast_rewrite import CompiledRewrite, FunctionSource, Patch, RewriteError
+from fx_match import MISSING, LeafCall, Match, Miss, Trace, trace
+from torch import nn
+from vllm_layers_bridge.errors import NotFusable
+from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts
+from vllm_layers_bridge.specs import LayerSpec
+
+from tf_backend.plan.observe import ModuleCall, observing_attention
+from tf_backend.plan.places import class_path, place_of_class, place_of_line
+from tf_backend.plan.schema import FusionRecord, GuardRecord, MissRecord, Place, TraceRecord, Variant
+
+
+@dataclass(slots=True)
+class Traced:
+    """One trace and what each fusion found in it."""
+
+    trace: Trace
+    signature: tuple[Any, ...]
+    matches: dict[str, Match] = field(default_factory=dict)
+    misses: dict[str, MissRecord] = field(default_factory=dict)
+    built: dict[frozenset[str], Built] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Built:
+    """A variant with its compiled forward, for one choice of fusions."""
+
+    variant: Variant
+    applied: tuple[Fusion, ...]
+    rewrite: CompiledRewrite | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one instance becomes."""
+
+    built: Built
+    layers: tuple[LayerSpec, ...]
+
+
+class VariantTable:
+    """Traces each variant once and answers for each instance."""
+
+    def __init__(self, fusions: Sequence[Fusion]) -> None:
+        self.fusions = tuple(fusions)
+        self._traced: dict[type[nn.Module], list[Traced]] = {}
+        self._order: list[Built] = []
+
+    @property
+    def built(self) -> tuple[Built, ...]:
+        """Every variant in use, in order of first appearance."""
+        return tuple(self._order)
+
+    def outcome(self, module: nn.Module, call: ModuleCall, facts: ModuleFacts) -> Outcome:
+        """What `module` becomes, given what it was called with."""
+        traced = self._find(module, call)
+        excluded: dict[str, str] = {}
+        while True:
+            built = self._build(traced, frozenset(excluded), excluded)
+            try:
+                layers: list[LayerSpec] = []
+                for fusion in built.applied:
+                    current = fusion
+                    match = traced.matches[fusion.name]
+                    fusion.check(match, module, facts)
+                    layers.extend(fusion.layers(match, module, facts))
+                if built not in self._order:
+                    self._order.append(built)
+                return Outcome(built, tuple(layers))
+            except NotFusable as problem:
+                excluded[current.name] = str(problem)
+
+    def trace_of(self, module: nn.Module, call: ModuleCall) -> Trace:
+        """The trace that stands for `module`."""
+        return self._find(module, call).trace
+
+    def _find(self, module: nn.Module, call: ModuleCall) -> Traced:
+        signature = (tuple(module._modules), call_signature(call))
+        known = self._traced.setdefault(type(module), [])
+        for traced in known:
+            if traced.signature == signature and agrees(module, traced.trace):
+                return traced
+        new = Traced(trace(module, call.args, call.kwargs, leaves=[LeafCall(observing_attention)]), signature)
+        for fusion in self.fusions:
+            found = fusion.match(new.trace)
+            if isinstance(found, Match):
+                new.matches[fusion.name] = found
+            elif fusion.is_candidate(new.trace):
+                new.misses[fusion.name] = miss_record(fusion.name, found, new.trace)
+        known.append(new)
+        return new
+
+    def _build(self, traced: Traced, excluded: frozenset[str], reasons: dict[str, str]) -> Built:
+        if excluded not in traced.built:
+            traced.built[excluded] = _build_variant(traced, self.fusions, reasons)
+        return traced.built[excluded]
+
+
+def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str, str]) -> Built:
+    cls = traced.trace.module_class
+    place = place_of_class(cls)
+    misses = [record for name, record in traced.misses.items() if not traced.matches]
+    misses += [MissRecord(name, reason, place) for name, reason in excluded.items()]
+    chosen = [fusion for fusion in fusions if fusion.name in traced.matches and fusion.name not in excluded]
+    whole = next((fusion for fusion in chosen if fusion.replaces_module), None)
+    patch: Patch | None = None
+    applied: list[Fusion] = []
+    records: list[FusionRecord] = []
+    if whole is not None:
+        applied, records = [whole], [FusionRecord(whole.name, _lines(traced, whole), True)]
+    else:
+        for fusion in chosen:
+            try:
+                patch = _patched(traced, [*applied, fusion])
+            except (RewriteError, LookupError) as problem:
+                misses.append(MissRecord(fusion.name, f"its source cannot be rewritten: {problem}", place))
+                continue
+            applied.append(fusion)
+            records.append(FusionRecord(fusion.name, _lines(traced, fusion)))
+    rewrite: CompiledRewrite | None = None
+    if applied and patch is not None:
+        try:
+            rewrite = patch.compile()
+        except RewriteError as problem:
+            misses += [MissRecord(fusion.name, f"its source cannot be rewritten: {problem}", place) for fusion in applied]
+            applied, records, patch = [], [], None
+    variant = Variant(
+        id="",
+        cls=class_path(cls),
+        place=place,
+        guards=tuple(_guards(traced.trace)),
+        trace=TraceRecord(len(traced.trace.graph.nodes), traced.trace.complete, _stop(traced.trace)),
+        fusions=tuple(records),
+        misses=tuple(misses),
+        source_sha256=rewrite.source_sha256 if rewrite else None,
+        rewritten=rewrite.text if rewrite else None,
+        rewritten_sha256=rewrite.sha256 if rewrite else None,
+        diff=patch.diff() if rewrite and patch else None,
+    )
+    return Built(_with_id(variant, traced.signature), tuple(applied), rewrite)
+
+
+def _patched(traced: Traced, fusions: Sequence[Fusion]) -> Patch:
+    """A fresh patch with the edits of `fusions` in order, so that one that is refused half-way leaves nothing behind."""
+    patch = Patch(FunctionSource.of(traced.trace.module_class.forward))
+    for fusion in fusions:
+        fusion.rewrite(traced.matches[fusion.name], traced.trace, patch)
+    return patch
+
+
+def _with_id(variant: Variant, signature: tuple[Any, ...]) -> Variant:
+    import msgspec
+
+    digest = hashlib.sha256(msgspec.json.encode(variant) + repr(signature).encode()).hexdigest()[:12]
+    return msgspec.structs.replace(variant, id=f"{variant.class_name}-{digest}")
+
+
+def _guards(seen: Trace) -> Iterator[GuardRecord]:
+    for guard in seen.guards:
+        line = guard.span.lineno if guard.span is not None else None
+        value = repr(guard.value) if isinstance(guard.value, bool | int | float | str | type(None)) else type(guard.value).__name__
+        yield GuardRecord(guard.kind, guard.expr, value, line)
+
+
+def _stop(seen: Trace) -> str | None:
+    if seen.stop is None:
+        return None
+    line = f"line {seen.stop.span.lineno}: " if seen.stop.span is not None else ""
+    return f"{line}{seen.stop.reason}"
+
+
+def _lines(traced: Traced, fusion: Fusion) -> tuple[int, ...]:
+    spans = (traced.trace.span(node) for node in traced.matches[fusion.name].nodes)
+    return tuple(sorted({span.lineno for span in spans if span is not None}))
+
+
+def miss_record(fusion: str, miss: Miss, seen: Trace) -> MissRecord:
+    """The nearest miss, with its line."""
+    place: Place | None = place_of_class(seen.module_class)
+    span = seen.span(miss.node) if miss.node is not None else None
+    if span is not None:
+        place = place_of_line(seen.module_class.__module__, seen.code.co_filename, span.lineno)
+    return MissRecord(fusion, miss.reason, place)
+
+
+def call_signature(call: ModuleCall) -> tuple[Any, ...]:
+    """How a module was called, without sizes: tensors by rank and type, plain values by value, objects by class."""
+    return (_shape_of(call.args), _shape_of(dict(sorted(call.kwargs.items()))))
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.ndim, str(value.dtype))
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *(_shape_of(item) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _shape_of(item)) for key, item in value.items()))
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    return type(value).__qualname__
+
+
+def agrees(module: nn.Module, seen: Trace) -> bool:
+    """Whether `module` has the value that the trace read, for each attribute it read."""
+    for path, expected in seen.reads.items():
+        found: Any = module
+        for part in path.split("."):
+            found = getattr(found, part, MISSING)
+            if found is MISSING:
+                break
+        if found is not expected and not (type(found) is type(expected) and _equal(found, expected)):
+            return False
+    return True
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if not isinstance(left, bool | int | float | str | tuple | list | dict | torch.dtype | torch.device | torch.Size):
+        return False
+    return bool(left == right)

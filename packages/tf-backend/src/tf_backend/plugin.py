@@ -1,0 +1,38 @@
+"""The plugin entry point: vLLM calls `register` in every process, before it resolves a model, possibly several times.
+
+In: nothing. Out: our classes stand under every name of vLLM's transformers backend. What is not served yet is refused by us and never
+falls to another implementation by accident.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Register our classes over vLLM's own names. Safe to call again."""
+    from vllm.model_executor.models import ModelRegistry
+
+    from tf_backend.model import served
+    from tf_backend.names import REFUSED, SERVED
+
+    if _is_registered(ModelRegistry, SERVED[0], served.TransformersForCausalLM):
+        return
+    for name in SERVED:
+        ModelRegistry.register_model(name, getattr(served, name))
+    for name in REFUSED:
+        ModelRegistry.register_model(name, served.refusing_class(name))
+    for architecture, name in _sent_by_architecture().items():
+        target = getattr(served, name) if name in SERVED else served.refusing_class(name)
+        ModelRegistry.register_model(architecture, target)
+
+
+def _is_registered(registry: object, name: str, cls: type) -> bool:
+    known = registry.models.get(name)  # type: ignore[attr-defined]
+    return known is not None and getattr(known, "model_cls", None) is cls
+
+
+def _sent_by_architecture() -> dict[str, str]:
+    """Architectures that vLLM sends to its transformers backend under `--model-impl auto`, and the class it sends each to."""
+    from vllm.model_executor.models import registry
+
+    table = getattr(registry, "_TRANSFORMERS_SUPPORTED_MODELS", {})
+    return {architecture: target[1] for architecture, target in table.items()}

@@ -1,0 +1,110 @@
+"""Loading: each checkpoint tensor goes to its place by its full name, is checked, and nothing is left out or left over.
+
+In: the rules of a plan, the served model, a stream of (name, tensor). Out: the names of the parameters that were filled.
+One tensor is held at a time: what arrives is copied into its shard and let go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from tf_backend.errors import CheckpointError
+from tf_backend.plan.schema import WeightRule
+from tf_backend.weights.files import StoredTensor
+from tf_backend.weights.names import planned_name
+
+
+class WeightLoader:
+    """Loads one checkpoint into one served model.
+
+    Args:
+        rules: where each tensor goes, from the plan.
+        base_prefix: prefix of the decoder in full names, e.g. ``model``.
+        ignorable: names that a checkpoint may hold and the model does not want: tied copies and recomputed buffers.
+        ignorable_patterns: regular expressions for the same, from the transformers class.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[WeightRule],
+        base_prefix: str,
+        ignorable: Iterable[str] = (),
+        ignorable_patterns: Iterable[str] = (),
+    ) -> None:
+        self.rules: dict[str, list[WeightRule]] = {}
+        for rule in rules:
+            self.rules.setdefault(rule.source, []).append(rule)
+        self.base_prefix = base_prefix
+        self.ignorable = frozenset(ignorable)
+        self.patterns = tuple(re.compile(pattern) for pattern in ignorable_patterns)
+
+    def check(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Hold the headers of a checkpoint against the rules, before any tensor is read.
+
+        Raises:
+            CheckpointError: a tensor is missing, is of another shape, or is not the model's.
+        """
+        seen: set[str] = set()
+        for name, tensor in stored.items():
+            source = self._source(name, file=tensor.file)
+            if source is not None:
+                self._check_shape(self.rules[source][0], name, tensor.shape, file=tensor.file)
+                seen.add(source)
+        self._check_complete(seen)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, nn.Parameter | torch.Tensor]) -> set[str]:
+        """Copy `weights` into `targets` (full name -> parameter or buffer).
+
+        Raises:
+            CheckpointError: as `check`.
+        """
+        seen: set[str] = set()
+        for name, tensor in weights:
+            source = self._source(name)
+            if source is None:
+                continue
+            for rule in self.rules[source]:
+                self._check_shape(rule, name, tuple(tensor.shape))
+                _copy(targets[rule.target], tensor, rule)
+            seen.add(source)
+        self._check_complete(seen)
+        return {rule.target for rules in self.rules.values() for rule in rules}
+
+    def _source(self, name: str, file: object = None) -> str | None:
+        source = planned_name(name, self.rules, self.base_prefix)
+        if source is not None:
+            return source
+        if planned_name(name, self.ignorable, self.base_prefix) or any(p.search(name) for p in self.patterns):
+            return None
+        raise CheckpointError(
+            "the checkpoint holds a tensor that the model has no place for",
+            tensor=name,
+            file=file,
+            remedy="Check that config.json belongs to these weights.",
+        )
+
+    def _check_shape(self, rule: WeightRule, name: str, shape: Sequence[int], file: object = None) -> None:
+        if tuple(shape) != rule.shape:
+            raise CheckpointError(
+                "a tensor has another shape than the config says", tensor=name, file=file, found=tuple(shape), expected=rule.shape
+            )
+
+    def _check_complete(self, seen: set[str]) -> None:
+        missing = sorted(self.rules.keys() - seen)
+        if missing:
+            shown = ", ".join(f"`{name}`" for name in missing[:4]) + (" ..." if len(missing) > 4 else "")
+            raise CheckpointError(f"the checkpoint lacks {len(missing)} of {len(self.rules)} tensors: {shown}")
+
+
+def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:
+    loader = getattr(target, "weight_loader", None)
+    if loader is None:
+        target.data.copy_(tensor)
+    elif rule.shard is None:
+        loader(target, tensor)
+    else:
+        loader(target, tensor, rule.shard)
