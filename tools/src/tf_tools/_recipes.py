@@ -37,7 +37,8 @@ class Recipe:
 
 # Sizes differ from each other wherever a mix-up of two of them could go unseen: hidden 128 = heads x head_dim, so that
 # models without a head_dim field agree with those that have one, but intermediate, vocabulary and window are apart.
-# rms_norm_eps is large: at 1e-6 a server that ignores the config's eps could not be told from one that reads it.
+# rms_norm_eps is large: at 1e-6 a server that ignores the config's eps could not be told from one that reads it. The
+# rotary base is no library's default, for the same reason.
 SIZES: Mapping[str, object] = MappingProxyType(
     {
         "vocab_size": 384,
@@ -47,7 +48,8 @@ SIZES: Mapping[str, object] = MappingProxyType(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "rms_norm_eps": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "rms_norm_eps": 0.2,
         "pad_token_id": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -57,13 +59,30 @@ SIZES: Mapping[str, object] = MappingProxyType(
 MATRIX_STD = 0.15
 VECTOR_STD = 0.25
 
-_CAPPED = (
+# Gemma 2: caps, tied head, post-norms and the tanh form of GELU must all be visible in one model.
+_GEMMA2 = (
+    Draw(r"(q|k)_proj\.weight$", 0.3, "attention scores must reach the soft cap: tanh is the identity well below it"),
     Draw(
-        r"(q|k)_proj\.weight$",
-        0.3,
-        "attention scores must reach the soft cap: tanh is the identity well below it",
+        r"embed_tokens\.weight$",
+        0.05,
+        "small, so that each norm's eps counts beside the residual stream; shifted, so that the stream has a constant "
+        "part, which gate_proj below turns into a negative gate",
+        shift=0.1,
     ),
-    Draw(r"embed_tokens\.weight$", 0.3, "tied to the head: logits must reach the final soft cap"),
+    Draw(
+        r"gate_proj\.weight$",
+        0.04,
+        "gates near -3, where the two forms of GELU differ by a tenth of their value; near 0 they agree to 1e-3",
+        shift=-0.04,
+    ),
+    Draw(r"up_proj\.weight$", 1.0, "makes up for the small values that GELU has at negative gates"),
+    Draw(
+        r"^model\.norm\.weight$",
+        6.0,
+        "logits must reach the final soft cap in spite of small embeddings; centred on 1 + w = 0, so that the constant "
+        "part of the stream does not move all logits alike",
+        shift=-1.0,
+    ),
 )
 _WINDOW: Mapping[str, object] = MappingProxyType({"sliding_window": 16})
 
@@ -99,7 +118,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 layer_types=["sliding_attention", "full_attention"],
                 **_WINDOW,
             ),
-            _CAPPED,
+            _GEMMA2,
         ),
         "mixtral": Recipe(
             "mixtral", _sized(head_dim=32, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
@@ -111,6 +130,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 num_local_experts=4,
                 num_experts_per_tok=2,
                 swiglu_limit=1.5,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 64,
+                },
                 layer_types=["sliding_attention", "full_attention"],
                 **_WINDOW,
             ),
