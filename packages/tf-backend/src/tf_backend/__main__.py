@@ -1,0 +1,7 @@
+"""``python -m tf_backend`` is the command ``tf-backend``."""
+
+import sys
+
+from tf_backend.cli import main
+
+sys.exit(main())

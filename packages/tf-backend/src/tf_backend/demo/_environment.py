@@ -1,0 +1,47 @@
+"""What the engine wants from its process before it is imported: one process, small memory, few words.
+
+In: the installed engine's name and the user's wishes. Out: changes to `os.environ` (what the user set stays) and to the
+levels of loggers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+_ALWAYS = {
+    # One process: an error reaches the caller as it was raised, and two imports of vLLM are saved.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Standard output belongs to the completions.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_CPU = {
+    # In GiB. The default is a share of all memory.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Binding threads to cores needs the NUMA library and the whole machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_QUIET = {
+    # A CPU start alone logs some fifteen warnings that ask nothing of the reader.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def prepare_environment(distribution: str, *, verbose: bool = False) -> None:
+    """Set what is unset. Call before anything imports vLLM; `distribution` is ``vllm`` or ``vllm-cpu``."""
+    wanted = dict(_ALWAYS)
+    if distribution == "vllm-cpu":
+        wanted |= _CPU
+    if not verbose:
+        wanted |= _QUIET
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    if not verbose:
+        # What is logged before vLLM has configured its logger, and by others on its behalf.
+        for logger in ("vllm", "torch.utils.cpp_extension"):
+            logging.getLogger(logger).setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
