@@ -103,9 +103,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
         "qwen3": Recipe("qwen3", _sized(head_dim=32, tie_word_embeddings=True)),
         "mistral": Recipe("mistral", _sized(head_dim=32, tie_word_embeddings=False, **_WINDOW)),
+        # Four layers make the residual stream large: eps must be larger too to count in the last.
         "smollm3": Recipe(
             "smollm3",
-            _sized(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], tie_word_embeddings=True),
+            _sized(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], rms_norm_eps=0.5, tie_word_embeddings=True),
         ),
         # The query scalar is not head_dim, so that a server which guesses head_dim**-0.5 is caught.
         "gemma2": Recipe(

@@ -97,6 +97,7 @@ class ServeResult:
         runs: for each run the answers in the order of the prompts; the cached run is the last. Empty when the engine
             failed.
         cached_tokens: for each prompt, how many tokens the cached run took from the prefix cache.
+        served_by: "module.Class" of the loaded model in each worker: which implementation answered.
         probed: the probe's result from each worker.
         failure: None, or how the engine ended.
         exit_status: of the child; 0 when all went well.
@@ -106,6 +107,7 @@ class ServeResult:
 
     runs: tuple[tuple[Sequence, ...], ...]
     cached_tokens: tuple[int, ...]
+    served_by: tuple[str, ...]
     probed: tuple[object, ...]
     failure: Failure | None
     exit_status: int
@@ -178,15 +180,17 @@ class _Answers:
 
     runs: tuple[tuple[Sequence, ...], ...]
     cached_tokens: tuple[int, ...]
+    served_by: tuple[str, ...]
     probed: tuple[object, ...]
 
 
 def _result(outcome: Outcome) -> ServeResult:
     output = outcome.stdout + outcome.stderr
-    answers = outcome.result if isinstance(outcome.result, _Answers) else _Answers((), (), ())
+    answers = outcome.result if isinstance(outcome.result, _Answers) else _Answers((), (), (), ())
     return ServeResult(
         answers.runs,
         answers.cached_tokens,
+        answers.served_by,
         answers.probed,
         outcome.failure,
         outcome.exit_status,
@@ -225,7 +229,11 @@ def _serve_here(request: ServeRequest) -> _Answers:
         run, hits = _generate(llm, request, with_prompt=False)
         runs.append(run)
     probed = tuple(llm.apply_model(request.probe)) if request.probe is not None else ()
-    return _Answers(tuple(runs), hits, probed)
+    return _Answers(tuple(runs), hits, tuple(llm.apply_model(_class_of)), probed)
+
+
+def _class_of(model: torch.nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _generate(llm: Any, request: ServeRequest, *, with_prompt: bool) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:

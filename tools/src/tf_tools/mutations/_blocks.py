@@ -47,15 +47,15 @@ def _scales(kind: str) -> Callable[[Anatomy], Iterable[Site]]:
     return find
 
 
-def _is_tanh_form(op: Op) -> bool:
-    return bool(op.kwargs.get("approximate", "none") == "tanh")
+def _once(anatomy: Anatomy, kinds: set[str]) -> Iterable[tuple[str, str]]:
+    """(owner, kind) of the model's operations of these kinds: an owner that runs once per expert counts once."""
+    return dict.fromkeys((op.owner, op.kind) for op in anatomy.ops if op.kind in kinds)
 
 
 def _activation(anatomy: Anatomy) -> Iterator[Site]:
-    for op in anatomy.ops:
-        if op.kind in {"silu", "gelu", "relu"} and op.turn == 0:
-            other = partial(_silu_of) if op.kind != "silu" else partial(_gelu_of)
-            yield Site(_where(op), partial(replace_op, anatomy.model, op.owner, op.kind, other))
+    for owner, kind in _once(anatomy, {"silu", "gelu", "relu"}):
+        other = _gelu_of if kind == "silu" else _silu_of
+        yield Site(f"{owner}:{kind}", partial(replace_op, anatomy.model, owner, kind, other))
 
 
 def _silu_of(op: Op) -> Any:
@@ -67,13 +67,12 @@ def _gelu_of(op: Op) -> Any:
 
 
 def _gelu_form(anatomy: Anatomy) -> Iterator[Site]:
-    for op in anatomy.ops:
-        if op.kind == "gelu" and op.turn == 0:
-            yield Site(_where(op), partial(replace_op, anatomy.model, op.owner, "gelu", _other_form))
+    for owner, kind in _once(anatomy, {"gelu"}):
+        yield Site(f"{owner}:{kind}", partial(replace_op, anatomy.model, owner, kind, _other_form))
 
 
 def _other_form(op: Op) -> Any:
-    return functional.gelu(first_operand(op), approximate="none" if _is_tanh_form(op) else "tanh")
+    return functional.gelu(first_operand(op), approximate="none" if op.kwargs.get("approximate") == "tanh" else "tanh")
 
 
 def _clamps(sides: int) -> Callable[[Anatomy], Iterable[Site]]:

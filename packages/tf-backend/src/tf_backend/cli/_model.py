@@ -32,23 +32,28 @@ def model_folder(model: str, *, trust_remote_code: bool = False, allow_hub: bool
 
 def _from_hub(name: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     patterns = ["config.json", "*.py"] if trust_remote_code else ["config.json"]
+    absent = f"{name} is not a folder here, and its configuration cannot be had from the hub: "
+    instead = "Download the model and name its folder."
     try:
         folder = snapshot_download(name, allow_patterns=patterns)
     except HFValidationError as error:
         raise ConfigError(
             f"{name!r} is neither a folder nor a name that the hub could have. Name a folder that holds config.json."
         ) from error
-    except Exception as error:  # the hub's client lets errors of several HTTP libraries through
-        first = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+    except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"{name} is not a folder here, and its configuration cannot be had from the hub ({type(error).__name__}: "
-            f"{first}). Download the model and name its folder."
+            f"{absent}the hub is out of reach or HF_HUB_OFFLINE is set, and there is no copy in the local cache. {instead}"
         ) from error
+    except RepositoryNotFoundError as error:  # and gated ones
+        raise ConfigError(f"{absent}there is no such model, or it needs `hf auth login`. {instead}") from error
+    except Exception as error:  # the hub's client lets errors of several HTTP libraries through
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{absent}{type(error).__name__}: {said}. {instead}") from error
     return Path(folder)
 
 

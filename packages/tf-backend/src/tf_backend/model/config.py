@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from tf_backend.errors import ConfigError
 
@@ -43,7 +43,7 @@ def _check_folder(folder: Path, trust_remote_code: bool) -> None:
         raise ConfigError(f"`{file}` is no JSON: {error}") from error
     if not isinstance(data, dict) or "model_type" not in data:
         raise ConfigError(f"`{file}` names no `model_type`.")
-    if data.get("auto_map") and not trust_remote_code:
+    if data.get("auto_map") and data["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
         raise ConfigError(
             f"`{file}` wants code of its own to run (`auto_map`). Read that code, then pass `--trust-remote-code`."
         )

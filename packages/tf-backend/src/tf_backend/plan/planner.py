@@ -127,7 +127,7 @@ def _provenance(model: PreTrainedModel, parallel: Parallel, capabilities: Capabi
         model_type=model.config.model_type,
         config_sha256=config_sha256(model.config),
         transformers=transformers.__version__,
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         packages={name: _version(name) for name in PACKAGES},
         capabilities=capabilities.name,
         capabilities_sha256=capabilities.sha256,
