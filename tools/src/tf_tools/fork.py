@@ -37,7 +37,7 @@ class Failure:
 
     Attributes:
         kind: "raised" (an exception in the function), "died" (the process ended without a result), "timeout", or
-            "unpicklable" (a value that cannot be sent).
+            "unpicklable" (a value that cannot be sent or read).
         message: one line: the exception, or the exit status or signal.
         traceback: the child's traceback text; empty unless it raised.
         exception: qualified name of the exception's class; empty unless it raised.
@@ -171,20 +171,28 @@ def _receive(reader: int, pid: int, deadline: float) -> tuple[bytes | None, bool
     with selectors.DefaultSelector() as selector:
         selector.register(reader, selectors.EVENT_READ)
         while time.monotonic() < deadline:
-            ready = selector.select(timeout=min(0.2, max(0.0, deadline - time.monotonic())))
-            dead = not ready and _is_dead(pid)
-            if ready:
-                chunk = os.read(reader, 1 << 20)
-                if not chunk:
-                    return None, False
-                data += chunk
+            dead = _is_dead(pid)  # asked before the pipe is read: what a dead child wrote is there to be read
+            selector.select(timeout=0.0 if dead else min(0.2, max(0.0, deadline - time.monotonic())))
+            ended = _drain(reader, data)
             if len(data) >= _HEADER.size:
                 (size,) = _HEADER.unpack_from(data)
                 if len(data) - _HEADER.size >= size:
                     return bytes(data[_HEADER.size :]), False
-            if dead:
+            if ended or dead:
                 return None, False
     return None, True
+
+
+def _drain(reader: int, data: bytearray) -> bool:
+    """Append what the pipe holds now; whether its last writer is gone."""
+    while True:
+        try:
+            chunk = os.read(reader, 1 << 20)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            return True
+        data += chunk
 
 
 def _is_dead(pid: int) -> bool:
@@ -206,7 +214,10 @@ def _end(pid: int) -> int:
 
 def _decode(payload: bytes | None, timed_out: bool, timeout: float, status: int) -> tuple[object, Failure | None]:
     if payload is not None:
-        return cast("tuple[object, Failure | None]", pickle.loads(payload))
+        try:
+            return cast("tuple[object, Failure | None]", pickle.loads(payload))
+        except Exception as error:
+            return None, Failure("unpicklable", f"the result cannot be read here: {type(error).__name__}: {error}")
     if timed_out:
         return None, Failure("timeout", f"no result within {timeout:g} s")
     cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
