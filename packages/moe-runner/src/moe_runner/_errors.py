@@ -1,0 +1,9 @@
+"""Exceptions. What a module does never raises: it makes `recognize` give None, or say what is not known."""
+
+
+class MoeRunnerError(Exception):
+    """Base of every error of moe-runner."""
+
+
+class ModuleTypeError(MoeRunnerError, TypeError):
+    """`recognize` was called with something that is no `nn.Module`."""
