@@ -32,7 +32,9 @@ class Engine:
     device: torch.device
 
 
-def apply(plan: Plan, rewrites: dict[str, CompiledRewrite], model: PreTrainedModel, engine: Engine, prefix: str = "") -> None:
+def apply(
+    plan: Plan, rewrites: dict[str, CompiledRewrite], model: PreTrainedModel, engine: Engine, prefix: str = ""
+) -> None:
     """Build every layer of `plan` into `model`.
 
     Args:
@@ -122,5 +124,3 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-

@@ -31,7 +31,9 @@ def check_engine_options(vllm_config: Any) -> None:
             "Use a checkpoint that is not quantized, or `--model-impl vllm`."
         )
     if vllm_config.lora_config is not None:
-        raise OptionRefused("tf-backend does not serve LoRA adapters yet. Leave out `--enable-lora`, or use `--model-impl vllm`.")
+        raise OptionRefused(
+            "tf-backend does not serve LoRA adapters yet. Leave out `--enable-lora`, or use `--model-impl vllm`."
+        )
     if vllm_config.speculative_config is not None:
         raise OptionRefused(
             "tf-backend does not serve speculative decoding yet. Leave out `--speculative-config`, or use `--model-impl vllm`."

@@ -33,9 +33,19 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Build the head model of `config` on meta, in evaluation mode; `config` itself is not changed."""
+    """Build the head model of `config` on meta, in evaluation mode; `config` itself is not changed.
+
+    Raises:
+        ConfigError: no such architecture, or its constructor refuses the values.
+    """
     cls = model_class(config)
     config = copy.deepcopy(config)
-    with torch.device("meta"):
-        model: PreTrainedModel = cls._from_config(config, dtype=dtype or torch.float32, attn_implementation="eager")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = cls._from_config(config, dtype=dtype or torch.float32, attn_implementation="eager")
+    except Exception as error:  # the class's own constructor: whatever it raises, these values do not make a model
+        first = str(error).strip().split("\n", 1)[0]
+        raise ConfigError(
+            f"`{cls.__name__}` cannot be built from its config: {type(error).__name__}: {first}. Correct the values in config.json."
+        ) from error
     return model.eval()

@@ -1,7 +1,7 @@
 """Plan a model: pure analysis on the meta device, with its result as data.
 
-    plan = tf_backend.plan.plan_folder("path/to/model")
-    plan.is_served, plan.summary(), plan.to_json()
+plan = tf_backend.plan.plan_folder("path/to/model")
+plan.is_served, plan.summary(), plan.to_json()
 """
 
 from __future__ import annotations

@@ -17,7 +17,15 @@ from tf_backend.plan.places import place_of_class
 from tf_backend.plan.schema import AttentionPlan, Refusal
 
 INERT_KEYWORDS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "logits_to_keep",
+    }
 )
 """Keywords that models pass through to the interface and that no attention function of transformers reads."""
 
@@ -124,4 +132,3 @@ def _merged(refusals: list[Refusal]) -> tuple[Refusal, ...]:
     for refusal in refusals:
         first.setdefault((refusal.reason, refusal.place), refusal)
     return tuple(first.values())
-

@@ -33,9 +33,13 @@ def installed_fusions() -> tuple[Fusion, ...]:
             raise TfBackendError(f"the fusion `{point.name}` ({point.value}) cannot be loaded: {error}") from error
         for fusion in _several(loaded):
             if not isinstance(fusion, Fusion):
-                raise TfBackendError(f"`{point.value}` is no fusion: it lacks a part of vllm_layers_bridge.fusions.protocol.Fusion")
+                raise TfBackendError(
+                    f"`{point.value}` is no fusion: it lacks a part of vllm_layers_bridge.fusions.protocol.Fusion"
+                )
             if any(fusion.name == known.name for known in found):
-                raise TfBackendError(f"`{point.value}` is named `{fusion.name}`, and there is a fusion of that name already")
+                raise TfBackendError(
+                    f"`{point.value}` is named `{fusion.name}`, and there is a fusion of that name already"
+                )
             found.append(fusion)
     return tuple(found)
 

@@ -31,7 +31,11 @@ def plan_head(model: PreTrainedModel, base: str, trace: Trace) -> HeadPlan | Ref
     """Read the head of `model` from the trace of its forward; `base` is the name of the decoder, e.g. ``model``."""
     place = place_of_class(type(model))
     try:
-        if trace.output is None or not isinstance(trace.output, dict) or not isinstance(trace.output.get("logits"), fx.Node):
+        if (
+            trace.output is None
+            or not isinstance(trace.output, dict)
+            or not isinstance(trace.output.get("logits"), fx.Node)
+        ):
             why = f"its forward could not be followed: {trace.stop}" if trace.stop else "it returns no `logits`"
             raise _CannotCarry(why)
         projection = _projection_name(model)

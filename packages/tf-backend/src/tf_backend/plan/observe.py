@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm_layers_bridge.seams.leaf import attention_leaf
 
 from tf_backend.plan.masks import MaskKind, classify
 from tf_backend.plan.mixing import Mixing, MixingDetector
@@ -151,7 +152,7 @@ class _Observer:
         self.seen.attention.append(
             AttentionCall(self.names.get(id(module), ""), query.shape, key.shape, value.shape, kind, keywords)
         )
-        return observing_attention(module, query, key, value)
+        return attention_leaf(module, query, key, value)
 
     def _failure(self, error: Exception) -> Failure:
         frames = traceback.extract_tb(error.__traceback__)
@@ -178,19 +179,6 @@ def observing(model: PreTrainedModel, attention: Callable[..., Any], mask: Calla
         model.config._attn_implementation = before
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             type(registry)._global_mapping.pop(OBSERVER, None)
-
-
-def observing_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    **keywords: Any,
-) -> tuple[torch.Tensor, None]:
-    """Meta result of an attention call: ([batch, tokens, heads, value_head_dim], None). The leaf under which it is traced."""
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return torch.empty(shape, dtype=query.dtype, device=query.device), None
 
 
 def observing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ from fx_match import LeafCall, Trace, trace
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from vllm_layers_bridge.fusions.protocol import Fusion
+from vllm_layers_bridge.seams.leaf import attention_leaf
 
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
@@ -26,7 +27,7 @@ from tf_backend.plan.attention import plan_attention, specs_by_module
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
-from tf_backend.plan.observe import Observation, observe, observing, observing_attention, observing_mask
+from tf_backend.plan.observe import Observation, observe, observing, observing_mask
 from tf_backend.plan.refusals import expert_refusals, kind_refusals, layer_refusals, run_refusals
 from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Provenance, Refusal
 from tf_backend.plan.variants import VariantTable
@@ -69,7 +70,7 @@ def make_plan(
         *attention_refusals,
     ]
     table = VariantTable(installed_fusions() if fusions is None else fusions)
-    with observing(model, observing_attention, observing_mask), torch.no_grad():
+    with observing(model, observing_mask), torch.no_grad():
         head = _plan_head(model, base, seen, refusals)
         specs = specs_by_module(attention)
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
@@ -97,7 +98,7 @@ def _plan_head(model: PreTrainedModel, base: str, seen: Observation, refusals: l
     call = seen.calls.get("")
     if refusals or call is None:
         return None  # a model that is refused already need not have a head that can be followed
-    traced: Trace = trace(model, call.args, call.kwargs, leaves=[LeafCall(observing_attention)])
+    traced: Trace = trace(model, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
     head = plan_head(model, base, traced)
     if isinstance(head, Refusal):
         refusals.append(head)

@@ -24,7 +24,9 @@ def kind_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusa
     name = type(model).__name__
     place = place_of_class(type(model))
     if getattr(config, "quantization_config", None) is not None:
-        yield Refusal(f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized.")
+        yield Refusal(
+            f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
+        )
     if config.get_text_config() is not config:
         yield Refusal(f"`{name}` is a multimodal model, which is not served yet", "", place, _REMEDY)
     if getattr(config, "is_encoder_decoder", False):
@@ -33,7 +35,9 @@ def kind_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusa
         yield Refusal(f"`{name}` has no language-model head: pooling models are not served yet", "", place, _REMEDY)
     if parallel != Parallel():
         found = f"tensor parallel {parallel.tensor}, pipeline parallel {parallel.pipeline}"
-        yield Refusal(f"`{name}` is asked for on several ranks ({found}), which is not served yet", "", place, "Set both to 1.")
+        yield Refusal(
+            f"`{name}` is asked for on several ranks ({found}), which is not served yet", "", place, "Set both to 1."
+        )
 
 
 def expert_refusals(model: PreTrainedModel, seen: Observation) -> Iterator[Refusal]:

@@ -18,9 +18,10 @@ from fx_match import MISSING, LeafCall, Match, Miss, Trace, trace
 from torch import nn
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts
+from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec
 
-from tf_backend.plan.observe import ModuleCall, observing_attention
+from tf_backend.plan.observe import ModuleCall
 from tf_backend.plan.places import class_path, place_of_class, place_of_line
 from tf_backend.plan.schema import FusionRecord, GuardRecord, MissRecord, Place, TraceRecord, Variant
 
@@ -95,7 +96,7 @@ class VariantTable:
         for traced in known:
             if traced.signature == signature and agrees(module, traced.trace):
                 return traced
-        new = Traced(trace(module, call.args, call.kwargs, leaves=[LeafCall(observing_attention)]), signature)
+        new = Traced(trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)]), signature)
         for fusion in self.fusions:
             found = fusion.match(new.trace)
             if isinstance(found, Match):
@@ -137,7 +138,9 @@ def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str
         try:
             rewrite = patch.compile()
         except RewriteError as problem:
-            misses += [MissRecord(fusion.name, f"its source cannot be rewritten: {problem}", place) for fusion in applied]
+            misses += [
+                MissRecord(fusion.name, f"its source cannot be rewritten: {problem}", place) for fusion in applied
+            ]
             applied, records, patch = [], [], None
     variant = Variant(
         id="",
@@ -173,7 +176,11 @@ def _with_id(variant: Variant, signature: tuple[Any, ...]) -> Variant:
 def _guards(seen: Trace) -> Iterator[GuardRecord]:
     for guard in seen.guards:
         line = guard.span.lineno if guard.span is not None else None
-        value = repr(guard.value) if isinstance(guard.value, bool | int | float | str | type(None)) else type(guard.value).__name__
+        value = (
+            repr(guard.value)
+            if isinstance(guard.value, bool | int | float | str | type(None))
+            else type(guard.value).__name__
+        )
         yield GuardRecord(guard.kind, guard.expr, value, line)
 
 

@@ -65,7 +65,9 @@ def _header(file: Path) -> list[StoredTensor]:
     with file.open("rb") as stream:
         start = stream.read(8)
         if len(start) < 8:
-            raise CheckpointError("a file is cut short", file=file, found=f"{size} bytes", expected="a safetensors header")
+            raise CheckpointError(
+                "a file is cut short", file=file, found=f"{size} bytes", expected="a safetensors header"
+            )
         (length,) = struct.unpack("<Q", start)
         if length > _MAX_HEADER or 8 + length > size:
             raise CheckpointError(
@@ -81,7 +83,11 @@ def _header(file: Path) -> list[StoredTensor]:
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         tensors = [StoredTensor(name, file, tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError("a file is no safetensors file", file=file, found=f"a header that does not parse: {error}") from error
+        raise CheckpointError(
+            "a file is no safetensors file", file=file, found=f"a header that does not parse: {error}"
+        ) from error
     if 8 + length + end != size:
-        raise CheckpointError("a file is cut short", file=file, found=f"{size} bytes", expected=f"{8 + length + end} bytes")
+        raise CheckpointError(
+            "a file is cut short", file=file, found=f"{size} bytes", expected=f"{8 + length + end} bytes"
+        )
     return tensors

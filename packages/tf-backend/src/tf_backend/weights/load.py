@@ -56,7 +56,9 @@ class WeightLoader:
                 seen.add(source)
         self._check_complete(seen)
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, nn.Parameter | torch.Tensor]) -> set[str]:
+    def load(
+        self, weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, nn.Parameter | torch.Tensor]
+    ) -> set[str]:
         """Copy `weights` into `targets` (full name -> parameter or buffer).
 
         Raises:
@@ -90,7 +92,11 @@ class WeightLoader:
     def _check_shape(self, rule: WeightRule, name: str, shape: Sequence[int], file: object = None) -> None:
         if tuple(shape) != rule.shape:
             raise CheckpointError(
-                "a tensor has another shape than the config says", tensor=name, file=file, found=tuple(shape), expected=rule.shape
+                "a tensor has another shape than the config says",
+                tensor=name,
+                file=file,
+                found=tuple(shape),
+                expected=rule.shape,
             )
 
     def _check_complete(self, seen: set[str]) -> None:

@@ -7,6 +7,7 @@ variant share code and not sizes.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -62,9 +63,20 @@ def source_span(trace: Trace, node: fx.Node) -> SourceSpan:
     return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
 
 
+def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
+    """The span of the one argument of the call at `call`; LookupError when it is not a call of one argument."""
+    expression = patch.source.expression_at(call)
+    if not isinstance(expression, ast.Call):
+        raise LookupError(f"line {call.lineno} has no call where one was traced")
+    arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
+    if len(arguments) != 1 or isinstance(arguments[0], ast.Starred):
+        raise LookupError(f"the call at line {call.lineno} has {len(arguments)} arguments, expected one")
+    only = arguments[0]
+    if only.end_lineno is None or only.end_col_offset is None:
+        raise LookupError(f"the argument at line {call.lineno} has no position")
+    return SourceSpan(only.lineno, only.col_offset, only.end_lineno, only.end_col_offset)
+
+
 def is_plain_linear(module: object) -> bool:
     """Whether a child is an `nn.Linear` and no subclass, whose forward might do more."""
     return type(module) is nn.Linear
-
-
-__all__ = ["Fusion", "ModuleFacts", "is_plain_linear", "source_span"]

@@ -1,0 +1,14 @@
+"""Fusions about vLLM's layers, in order of priority: one file each, with its pattern on top.
+
+`FUSIONS` is data. To read what a fusion does, read its file.
+"""
+
+from vllm_layers_bridge.fusions.gated_mlp import GatedMLP
+from vllm_layers_bridge.fusions.protocol import Fusion
+from vllm_layers_bridge.fusions.qkv import QKV
+from vllm_layers_bridge.fusions.rms_norm import RMSNorm
+
+FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), QKV())
+"""In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
+
+__all__ = ["FUSIONS", "QKV", "Fusion", "GatedMLP", "RMSNorm"]

@@ -1,0 +1,25 @@
+"""The attention interface as one node: what a traced forward calls in the place of an attention function.
+
+In: meta tensors. Out: meta tensors of the shapes that an attention function gives. Planning registers it with transformers and names it as a
+leaf when it traces; fusions recognise the call by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def attention_leaf(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """([batch, tokens, heads, value_head_dim], None) for `query` [batch, heads, tokens, head_dim]; computes nothing."""
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return torch.empty(shape, dtype=query.dtype, device=query.device), None
