@@ -121,6 +121,34 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             ),
             _GEMMA2,
         ),
+        # No multiplier is 1, nor what another model has as its default.
+        "granite": Recipe(
+            "granite",
+            _sized(
+                embedding_multiplier=3.0,
+                attention_multiplier=0.25,
+                residual_multiplier=0.6,
+                logits_scaling=0.5,
+                attention_bias=True,
+                mlp_bias=True,
+                tie_word_embeddings=False,
+            ),
+        ),
+        # As many kv heads as query heads; one norm for both branches; half of each head rotated; biases everywhere.
+        "phi": Recipe(
+            "phi",
+            _sized(
+                num_key_value_heads=4,
+                layer_norm_eps=0.2,
+                rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                tie_word_embeddings=False,
+            ),
+            (
+                Draw(r"fc1\.weight$", 0.05, "keeps the inputs of GELU near the shifted bias"),
+                Draw(r"fc1\.bias$", 0.25, "inputs near -3.5, where the two forms of GELU differ", shift=-3.5),
+                Draw(r"fc2\.weight$", 4.0, "makes up for the small values that GELU has there"),
+            ),
+        ),
         "mixtral": Recipe(
             "mixtral", _sized(head_dim=32, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
         ),

@@ -8,6 +8,7 @@ death or timeout) its whole process group is killed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import selectors
@@ -127,6 +128,7 @@ def _child(writer: int, out: Path, err: Path, call: Callable[[], object]) -> NoR
         # A test runner may have replaced these with objects that buffer in memory.
         sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        faulthandler.enable(file=2)  # a test runner's own would write a crash into the runner's terminal
         payload, status = _encode(call)
         _send(writer, payload)
     except BaseException:

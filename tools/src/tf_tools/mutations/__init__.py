@@ -9,6 +9,7 @@
 What can be broken is found in the live model (`Anatomy.of`), not looked up by model type.
 """
 
+from tf_tools.mutations._activations import ACTIVATIONS
 from tf_tools.mutations._anatomy import Anatomy
 from tf_tools.mutations._attention import ATTENTION
 from tf_tools.mutations._blocks import BLOCKS
@@ -20,5 +21,5 @@ from tf_tools.mutations._weights import WEIGHTS
 
 __all__ = ["MUTATIONS", "Anatomy", "Mutation", "Site"]
 
-MUTATIONS: tuple[Mutation, ...] = (*ATTENTION, *ROTARY, *NORMS, *BLOCKS, *WEIGHTS, *ROUTERS)
+MUTATIONS: tuple[Mutation, ...] = (*ATTENTION, *ROTARY, *NORMS, *BLOCKS, *ACTIVATIONS, *WEIGHTS, *ROUTERS)
 """Every fault that the oracle is known to be sensitive to."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from tf_tools.mutations._ops import NOT_HANDLED, Op, handling, is_scalar
+from tf_tools.mutations._rotation import NONE, pairs_of
 
 PROBE_TOKENS = 40
 """Longer than the sliding window of the recipes, so that a window shows in the mask."""
@@ -31,8 +32,8 @@ AttentionChange = Callable[[nn.Module, AttentionArguments], Any]
 class Attention:
     """One module that called the attention interface. Heads and sizes are of the tensors it passed.
 
-    `window` is how many keys the last query of the probe saw, None when it saw all of them; `rotates` is whether the
-    position embeddings change anything in this layer.
+    `window` is how many keys the last query of the probe saw, None when it saw all of them; `rotation` is how
+    rotary embeddings pair its channels: see `_rotation`.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Attention:
     head_dim: int
     scaling: float
     window: int | None
-    rotates: bool
+    rotation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +254,6 @@ def _attention(model: PreTrainedModel, name: str, module: nn.Module, arguments: 
     visible = int((mask[0, 0, -1] > torch.finfo(mask.dtype).min / 2).sum()) if mask is not None else key.shape[2]
     head_dim = int(query.shape[-1])
     scaling = arguments.get("scaling")
-    before = run(model)
-    with changed_embeddings(module, identity_rotation):
-        rotates = not torch.equal(before, run(model))
     return Attention(
         name,
         module,
@@ -264,8 +262,26 @@ def _attention(model: PreTrainedModel, name: str, module: nn.Module, arguments: 
         head_dim,
         float(head_dim**-0.5 if scaling is None else scaling),
         visible if visible < key.shape[2] else None,
-        rotates,
+        _rotation(model, module, query),
     )
+
+
+def _rotation(model: PreTrainedModel, module: nn.Module, query: Tensor) -> str:
+    """Run once more with position embeddings that turn nothing, and see how the query differs."""
+    seen: list[Any] = []
+    plain: list[Tensor] = []
+
+    def still(embeddings: Any) -> Any:
+        seen[:] = [embeddings]
+        return identity_rotation(embeddings)
+
+    def note(called: nn.Module, arguments: AttentionArguments) -> None:
+        if called is module:
+            plain[:] = [arguments["query"]]
+
+    with changed_embeddings(module, still), changed_attention(note):
+        run(model)
+    return pairs_of(plain[0], query, seen[0]) if seen else NONE
 
 
 @torch.no_grad()

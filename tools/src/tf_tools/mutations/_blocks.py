@@ -1,4 +1,4 @@
-"""Faults of what a block computes: residual adds, activations, caps, clamps and scales. Found and broken as operations."""
+"""Faults of what a block computes: residual adds, caps, clamps and scales. Found and broken as operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tf_tools.mutations._anatomy import Anatomy
 from tf_tools.mutations._mutation import Mutation, Site, attribute_set
@@ -45,34 +44,6 @@ def _scales(kind: str) -> Callable[[Anatomy], Iterable[Site]]:
         yield from (_dropped(anatomy, op) for k, op in anatomy.scales if k == kind)
 
     return find
-
-
-def _once(anatomy: Anatomy, kinds: set[str]) -> Iterable[tuple[str, str]]:
-    """(owner, kind) of the model's operations of these kinds: an owner that runs once per expert counts once."""
-    return dict.fromkeys((op.owner, op.kind) for op in anatomy.ops if op.kind in kinds)
-
-
-def _activation(anatomy: Anatomy) -> Iterator[Site]:
-    for owner, kind in _once(anatomy, {"silu", "gelu", "relu"}):
-        other = _gelu_of if kind == "silu" else _silu_of
-        yield Site(f"{owner}:{kind}", partial(replace_op, anatomy.model, owner, kind, other))
-
-
-def _silu_of(op: Op) -> Any:
-    return functional.silu(first_operand(op))
-
-
-def _gelu_of(op: Op) -> Any:
-    return functional.gelu(first_operand(op))
-
-
-def _gelu_form(anatomy: Anatomy) -> Iterator[Site]:
-    for owner, kind in _once(anatomy, {"gelu"}):
-        yield Site(f"{owner}:{kind}", partial(replace_op, anatomy.model, owner, kind, _other_form))
-
-
-def _other_form(op: Op) -> Any:
-    return functional.gelu(first_operand(op), approximate="none" if op.kwargs.get("approximate") == "tanh" else "tanh")
 
 
 def _clamps(sides: int) -> Callable[[Anatomy], Iterable[Site]]:
@@ -121,8 +92,6 @@ BLOCKS = (
     Mutation("embedding.scale", "the embedding's multiplier dropped", _scales("embedding")),
     Mutation("logits.scale", "the logits' multiplier dropped", _scales("logits")),
     Mutation("logits.soft-cap", "no soft cap on the logits", _final_cap),
-    Mutation("activation.swapped", "another activation: SiLU for GELU, GELU for SiLU", _activation),
-    Mutation("activation.gelu-form", "the tanh form of GELU for the exact one, or the reverse", _gelu_form),
     Mutation("experts.gate-clamp", "no one-sided clamp in the experts", _clamps(1)),
     Mutation("experts.up-clamp", "no two-sided clamp in the experts", _clamps(2)),
     Mutation("experts.alpha", "the experts' sigmoid gain taken for 1", _alpha),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,20 @@ from tf_tools.mutations._anatomy import (
     identity_rotation,
 )
 from tf_tools.mutations._mutation import Mutation, Site, altered, attribute_set, output_changed
+from tf_tools.mutations._rotation import (
+    HALVES,
+    INTERLEAVED,
+    NONE,
+    Embeddings,
+    angles_of,
+    rotate,
+    turned_back,
+)
 
 
 def _rotary_dropped(anatomy: Anatomy) -> Iterator[Site]:
     for attention in anatomy.attentions:
-        if attention.rotates:
+        if attention.rotation != NONE:
             yield Site(attention.name, partial(changed_embeddings, attention.module, identity_rotation))
 
 
@@ -32,70 +40,46 @@ def _rotary_everywhere_dropped(anatomy: Anatomy) -> Iterator[Site]:
         yield Site(name, partial(output_changed, module, lambda _, output: identity_rotation(output)))
 
 
-def _rotary_rewritten(new: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Attention], Site]:
-    """A site where `new(x, cos, sin)` replaces the query and the key that reach the attention interface."""
+def _rewritten(attention: Attention, new: Callable[[Attention, Tensor, Embeddings], Tensor]) -> Site:
+    """A site where `new(attention, x, angles)` replaces the query and the key that reach the attention interface."""
 
-    def site(attention: Attention) -> Site:
-        @contextlib.contextmanager
-        def broken() -> Iterator[None]:
-            seen: list[tuple[Tensor, Tensor]] = []
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        seen: list[Embeddings] = []
 
-            def keep(embeddings: Any) -> Any:
-                seen[:] = [embeddings]
-                return embeddings
+        def keep(embeddings: Embeddings) -> Embeddings:
+            seen[:] = [embeddings]
+            return embeddings
 
-            def change(module: nn.Module, arguments: AttentionArguments) -> None:
-                if module is attention.module:
-                    for name in ("query", "key"):
-                        arguments[name] = new(arguments[name], *seen[0])
+        def change(module: nn.Module, arguments: AttentionArguments) -> None:
+            if module is attention.module:
+                for name in ("query", "key"):
+                    arguments[name] = new(attention, arguments[name], angles_of(seen[0]))
 
-            with changed_embeddings(attention.module, keep), changed_attention(change):
-                yield
+        with changed_embeddings(attention.module, keep), changed_attention(change):
+            yield
 
-        return Site(attention.name, broken)
-
-    return site
+    return Site(attention.name, broken)
 
 
-def _halves(cos: Tensor, sin: Tensor, head_dim: int) -> tuple[Tensor, Tensor] | None:
-    """cos and sin [T, rotary / 2] of a rotation of halves; None if the layout is not that."""
-    cos, sin = cos[0], sin[0]
-    if 2 * cos.shape[-1] == head_dim:
-        return cos, sin
-    first, second = cos.chunk(2, dim=-1)
-    return (first, sin.chunk(2, dim=-1)[0]) if torch.equal(first, second) else None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    rotary = 2 * cos.shape[-1]
-    turned, rest = x[..., :rotary], x[..., rotary:]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
-    pair = (a * cos - b * sin, b * cos + a * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned, rest), dim=-1)
-
-
-def _to_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    halves = _halves(cos, sin, x.shape[-1])
-    assert halves is not None
-    c, s = halves
-    length = c * c + s * s  # not 1 where rotary embeddings are scaled
-    return _rotate(_rotate(x, c / length, -s / length, interleaved=False), c, s, interleaved=True)
-
-
-def _to_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    halves = _halves(cos, sin, x.shape[-1])
-    assert halves is not None
-    return _rotate(x, *halves, interleaved=False)
+def _other_pairs(attention: Attention, x: Tensor, angles: Embeddings) -> Tensor:
+    other = INTERLEAVED if attention.rotation == HALVES else HALVES
+    return rotate(turned_back(x, angles, attention.rotation), angles, other)
 
 
 def _rotary_added(anatomy: Anatomy) -> Iterator[Site]:
-    if any(a.rotates for a in anatomy.attentions):
-        yield from (_rotary_rewritten(_to_rotated)(a) for a in anatomy.attentions if not a.rotates)
+    pairs = next((a.rotation for a in anatomy.attentions if a.rotation in {HALVES, INTERLEAVED}), None)
+    if pairs is None:
+        return
+
+    def added(_: Attention, x: Tensor, angles: Embeddings) -> Tensor:
+        return rotate(x, angles, pairs)
+
+    yield from (_rewritten(a, added) for a in anatomy.attentions if a.rotation == NONE)
 
 
-def _rotary_interleaved(anatomy: Anatomy) -> Iterator[Site]:
-    yield from (_rotary_rewritten(_to_interleaved)(a) for a in anatomy.attentions if a.rotates)
+def _rotary_other_pairs(anatomy: Anatomy) -> Iterator[Site]:
+    yield from (_rewritten(a, _other_pairs) for a in anatomy.attentions if a.rotation in {HALVES, INTERLEAVED})
 
 
 def _frequencies_default(anatomy: Anatomy) -> Iterator[Site]:
@@ -122,7 +106,7 @@ ROTARY = (
     Mutation("rotary.dropped", "no rotary embedding at all", _rotary_everywhere_dropped),
     Mutation("rotary.dropped-in-layer", "no rotary embedding in a layer that has it", _rotary_dropped),
     Mutation("rotary.added-in-layer", "rotary embedding in a layer that has none", _rotary_added),
-    Mutation("rotary.interleaved", "pairs of neighbours rotated instead of halves", _rotary_interleaved),
+    Mutation("rotary.pairs", "neighbours rotated instead of halves, or the reverse", _rotary_other_pairs),
     Mutation("rotary.frequencies", "plain frequencies of base 10000 whatever the config says", _frequencies_default),
     Mutation("rotary.scaling", "the rotary embedding's own scale dropped", _rotary_scaling),
 )
