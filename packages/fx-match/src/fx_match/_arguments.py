@@ -131,7 +131,7 @@ def _schemas(name: str) -> tuple[tuple[_Slot, ...], ...]:
         packet = getattr(torch.ops.aten, name.strip("_"), None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return ()
-    overloads = [getattr(packet, overload) for overload in packet._overload_names]
+    overloads = [getattr(packet, overload or "default") for overload in packet._overload_names]
     return tuple(_slots_of(overload) for overload in sorted(overloads, key=lambda o: "out" in o._overloadname))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fx_match._facts import MISSING, UNKNOWN, Guard
 from fx_match._hooks import original_module_call
@@ -470,6 +471,25 @@ class Recorder(TorchFunctionMode):
         full = f"{path}.{name}" if path else name
         self.reads.setdefault(full, value)
         self._add_guard("attribute", full, f"self.{full}", value, None)
+
+
+class Underneath(TorchDispatchMode):
+    """Records the ATen operations that reach the dispatcher past the function mode: TorchScript, C++ extensions.
+
+    Without it their results would come out of nowhere, and the meta kernels that are written in Python would be taken
+    for code of the forward.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._recorder.active:
+            return func(*args, **(kwargs or {}))
+        return self._recorder.__torch_function__(func, types, args, kwargs)
 
 
 _MODULE_MACHINERY = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "_version"}

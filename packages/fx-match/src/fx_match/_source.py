@@ -101,7 +101,7 @@ class FrameReader:
             code = traceback.tb_frame.f_code
             if _identity(code) == self._key:
                 span, inner, outer = self.span(code, traceback.tb_lasti), None, traceback
-            elif outer is not None and not _is_machinery(code.co_filename):
+            elif not _is_machinery(code.co_filename):
                 inner = traceback
             traceback = traceback.tb_next
         found = inner or outer

@@ -15,7 +15,7 @@ from torch import fx, nn
 from fx_match._errors import TraceInputError
 from fx_match._facts import UNKNOWN, Guard, LeafCall, Stop, Unknown
 from fx_match._hooks import function_hooks, guarded_range, module_hooks, receiving
-from fx_match._recorder import Notes, Recorder, meta_like
+from fx_match._recorder import Notes, Recorder, Underneath, meta_like
 from fx_match._source import FrameReader, Location, SourceSpan, undecorated
 from fx_match._structure import holds_tensor, map_leaves, output_structure
 
@@ -128,6 +128,7 @@ def trace(
         stack.enter_context(module_hooks())
         stack.enter_context(receiving(recorder))
         stack.enter_context(recorder)
+        stack.enter_context(Underneath(recorder))
         try:
             recorder.active = True
             result = bound(*call_args, **call_kwargs)

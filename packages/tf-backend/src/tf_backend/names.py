@@ -19,4 +19,3 @@ REFUSED: dict[str, str] = {
     "TransformersMultiModalForSequenceClassification": "multimodal pooling models",
 }
 """Classes that refuse by name, and what they would be."""
-

@@ -24,6 +24,8 @@ _CPU = {
     # Binding threads to cores needs the NUMA library and the whole machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+_SPARE_CORES = 1
+"""Threads that wait for each other spin: with as many as cores, any other work makes each step ten times as slow."""
 _QUIET = {
     # A CPU start alone logs some fifteen warnings that ask nothing of the reader.
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -35,7 +37,7 @@ def prepare_environment(distribution: str, *, verbose: bool = False) -> None:
     """Set what is unset. Call before anything imports vLLM; `distribution` is ``vllm`` or ``vllm-cpu``."""
     wanted = dict(_ALWAYS)
     if distribution == "vllm-cpu":
-        wanted |= _CPU
+        wanted |= _CPU | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES))}
     if not verbose:
         wanted |= _QUIET
     for name, value in wanted.items():

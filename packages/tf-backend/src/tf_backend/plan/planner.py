@@ -70,7 +70,7 @@ def make_plan(
         *attention_refusals,
     ]
     table = VariantTable(installed_fusions() if fusions is None else fusions)
-    with observing(model, observing_mask), torch.no_grad():
+    with observing(model, attention_leaf, observing_mask), torch.no_grad():
         head = _plan_head(model, base, seen, refusals)
         specs = specs_by_module(attention)
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
