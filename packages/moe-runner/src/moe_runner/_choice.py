@@ -7,10 +7,9 @@ forward makes them; whether one of them is the router is decided in `_recognize`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from fx_match import FxMatchError, trace
 from torch import fx, nn
 
@@ -24,11 +23,13 @@ from moe_runner._spelling import CHOICE_OPS, choices_spelled
 class Choice:
     """One top-k over scores.
 
+    op: name of the operation.
     path: traces from the block inwards, each with its node: the call of a router child, last the top-k itself.
     candidates: length of the dimension that it chooses along.
     count: how many it chooses; None if that was not found.
     """
 
+    op: str
     path: tuple[tuple[Dataflow, fx.Node], ...]
     candidates: int
     count: int | None
@@ -80,10 +81,10 @@ def _choices_in_child(flow: Dataflow, node: fx.Node, depth: int) -> Iterator[Cho
         return
     inner = _traced_child(flow, node, child)
     for choice in choices(inner, _NO_SITE, depth - 1) if inner is not None else ():
-        yield Choice(((flow, node), *choice.path), choice.candidates, choice.count, choice.place)
+        yield replace(choice, path=((flow, node), *choice.path))
 
 
-_NO_SITE = Site("", None, "module list", (), (), 0)
+_NO_SITE = Site("", None, "module list", (), (), frozenset())
 
 
 def _traced_child(flow: Dataflow, node: fx.Node, child: nn.Module) -> Dataflow | None:
@@ -106,20 +107,30 @@ def _scores_of_children(flow: Dataflow, nodes: set[fx.Node], experts: int) -> It
                 yield from inner.scores(inner.trace.graph.nodes, {experts})
 
 
+_ARGUMENTS = {"topk": ("input", "k", "dim"), "sort": ("input", "dim"), "argsort": ("input", "dim")}
+_INDICES = {"topk", "sort", "max"}
+"""Operations that give (values, indices); the others give indices alone."""
+
+
 def _choice(flow: Dataflow, node: fx.Node) -> Choice | None:
-    arguments: dict[str, Any] = dict(zip(("input", "k", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    if operation(node) == "argmax":
-        arguments = dict(zip(("input", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    scores = flow.tensor(arguments.get("input", arguments.get("self")))
-    dim = arguments.get("dim", -1)
-    if scores is None or not scores.dim() or not isinstance(dim, int):
+    op = operation(node)
+    arguments: dict[str, Any] = dict(zip(_ARGUMENTS.get(op, ("input", "dim")), node.args, strict=False))
+    arguments |= {"input" if name == "self" else name: value for name, value in node.kwargs.items()}
+    scores, result = flow.tensor(arguments.get("input")), flow.trace.value(node)
+    dim = arguments.get("dim", None if op in ("max", "argmax") else -1)
+    if scores is None or not scores.dim() or type(dim) is not int:
         return None
-    count = 1 if operation(node) == "argmax" else _count(flow, node, arguments.get("k"), dim)
-    return Choice(((flow, node),), scores.shape[dim], count, place_of(flow, node))
+    if op in _INDICES and not _takes_indices(node):
+        return None
+    count: int | None = 1
+    if op == "topk":
+        count = int(result[1].shape[dim]) if isinstance(result, tuple) else None
+    elif op in ("sort", "argsort"):
+        count = None
+    return Choice(op, ((flow, node),), scores.shape[dim], count, place_of(flow, node))
 
 
-def _count(flow: Dataflow, node: fx.Node, k: object, dim: int) -> int | None:
-    result = flow.trace.value(node)
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], torch.Tensor):
-        return int(result[1].shape[dim])
-    return k if type(k) is int else None
+def _takes_indices(node: fx.Node) -> bool:
+    """Whether the forward uses which were chosen, and not only how much they scored; true if it stopped right there."""
+    users = [user for user in node.users if operation(user) in ("getitem", "getattr")]
+    return any(user.args[1] in (1, "indices") for user in users)

@@ -48,7 +48,12 @@ class Dataflow:
         unknown = [source for source in node.all_input_nodes if self.trace.value(source) is UNKNOWN]
         if unknown:
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.trace.value)  # type: ignore[type-var]
+
+        def value(item: Any) -> Any:
+            return self.trace.value(item) if isinstance(item, fx.Node) else item
+
+        args: Any = fx.node.map_aggregate(node.args, value)
+        kwargs: Any = fx.node.map_aggregate(node.kwargs, value)
         return tuple(args), dict(kwargs)
 
     def scores(self, nodes: Iterable[fx.Node], sizes: set[int]) -> Iterator[Score]:

@@ -1,12 +1,12 @@
 """Where experts may lie in a module: stacked parameters or a list of like modules. From structure and shapes alone.
 
-In: a module. Out: a `Site`, with names relative to that module, or None. A site is a candidate: decoder layers are a
-list of like modules too, so what makes a site experts is the choice that leads to it (`_recognize`).
+In: a module. Out: `Site`s, with names relative to that module. A site is a candidate: decoder layers are a list of like
+modules too, so what makes a site experts is the choice that leads to it (`_recognize`).
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Site:
     storage: Storage
     members: tuple[str, ...]
     parameters: tuple[str, ...]
-    rows: int
-    """First dimension of the parameters."""
+    sizes: frozenset[int]
+    """First dimensions of the parameters, or the length of the list. More than one where some tensors have rows for null experts."""
 
     def covers(self, path: str) -> bool:
         """Whether the child or parameter `path` is part of the site, or a child on the way to it."""
@@ -61,53 +61,69 @@ def spelled_choices(module: nn.Module, site: Site | None = None) -> tuple[Mentio
     return tuple(found)
 
 
-def expert_site(module: nn.Module) -> Site | None:
-    """What looks like experts in `module` and does not belong to a block further inside."""
+def expert_sites(module: nn.Module) -> list[Site]:
+    """What looks like experts in `module` and does not belong to a block further inside; the most experts first."""
     claimed = [path for path, child in walk(module) if path and holds_block(child)]
     free = [(path, child) for path, child in walk(module) if not any(_inside(path, inner) for inner in claimed)]
-    return _stacked(free) or _listed(free) or _packed(free)
+    return [*_stacked(free), *_listed(free), *_packed(free)]
 
 
 def holds_block(module: nn.Module) -> bool:
     """Whether structure alone makes `module` a block: experts, a choice spelled near them, weights of a router."""
-    if not spelled_choices(module):
-        return False
-    site = expert_site(module)
-    return site is not None and bool(spelled_choices(module, site)) and router_size(module, site) is not None
+    return bool(spelled_choices(module)) and any(
+        spelled_choices(module, site) and router_size(module, site) is not None for site in expert_sites(module)
+    )
 
 
 def router_size(module: nn.Module, site: Site) -> int | None:
-    """E, if a matrix outside the site has E for a dimension; for packed parameters the one E that divides them."""
-    sizes = set()
+    """E, if a matrix outside the site has E for a dimension; for packed parameters the one E that divides them.
+
+    A router with a few more rows than experts (shared or null ones) counts where a child that chooses owns it.
+    """
+    sizes, own = set(), set()
     for path, child in walk(module):
         for name, parameter in child._parameters.items():
             full = f"{path}.{name}" if path else name
-            if parameter is not None and parameter.dim() == 2 and not site.covers(full):
-                sizes |= {parameter.shape[0]} if site.num_experts is None else set(parameter.shape)
-    if site.num_experts is not None:
-        return site.num_experts if site.num_experts in sizes else None
-    fitting = {size for size in sizes if 2 <= size < site.rows and site.rows % size == 0}
-    return fitting.pop() if len(fitting) == 1 else None
+            if parameter is None or parameter.dim() != 2 or site.covers(full):
+                continue
+            sizes |= {parameter.shape[0]} if site.num_experts is None else set(parameter.shape)
+            if path and any(choices_spelled(owner) for owner in _owners(module, path)):
+                own.add(parameter.shape[0])
+    if site.num_experts is None:
+        rows = min(site.sizes)
+        fitting = {size for size in sizes if 2 <= size < rows and rows % size == 0}
+        return fitting.pop() if len(fitting) == 1 else None
+    wider = site.storage == "stacked parameters" and any(site.num_experts < size < 2 * site.num_experts for size in own)
+    return site.num_experts if wider or not sizes.isdisjoint(site.sizes) else None
 
 
-def _stacked(modules: list[tuple[str, nn.Module]]) -> Site | None:
-    """Two or more parameters of rank 3 with one first dimension: [E, rows, columns] each."""
-    groups: dict[int, list[str]] = defaultdict(list)
+def _owners(module: nn.Module, path: str) -> list[nn.Module]:
+    steps = path.split(".")
+    return [module.get_submodule(".".join(steps[: i + 1])) for i in range(len(steps))]
+
+
+def _stacked(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
+    """Two or more parameters of rank 3 with one first dimension, or of one module: [E, rows, columns] each."""
+    sizes: dict[int, list[str]] = defaultdict(list)
+    owners: dict[str, dict[str, int]] = defaultdict(dict)
     for path, child in modules:
         if isinstance(child, (nn.modules.conv._ConvNd, nn.Bilinear)):  # [channels, channels, window], [out, in, in]
             continue
         for name, parameter in child._parameters.items():
             if parameter is not None and parameter.dim() == 3 and parameter.shape[0] >= 2:
-                groups[parameter.shape[0]].append(f"{path}.{name}" if path else name)
-    if not groups:
-        return None
-    size, names = max(groups.items(), key=lambda group: len(group[1]))
-    return (
-        Site(_holder(names), size, "stacked parameters", tuple(names), tuple(names), size) if len(names) > 1 else None
-    )
+                full = f"{path}.{name}" if path else name
+                sizes[parameter.shape[0]].append(full)
+                owners[path][full] = parameter.shape[0]
+    for size in sorted(sizes, reverse=True):
+        if len(names := tuple(sizes[size])) > 1:
+            yield Site(_holder(names), size, "stacked parameters", names, names, frozenset({size}))
+    for path, rows in owners.items():
+        if len(rows) > 1 and len(set(rows.values())) > 1:
+            names = tuple(rows)
+            yield Site(path, min(rows.values()), "stacked parameters", names, names, frozenset(rows.values()))
 
 
-def _packed(modules: list[tuple[str, nn.Module]]) -> Site | None:
+def _packed(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
     """Two or more bare matrices of one shape in one module, which may be [E * rows, columns]; E is not known from them."""
     for path, child in modules:
         if type(child).__module__.startswith("torch.nn"):
@@ -118,11 +134,10 @@ def _packed(modules: list[tuple[str, nn.Module]]) -> Site | None:
                 groups[parameter.shape].append(f"{path}.{name}" if path else name)
         for shape, names in groups.items():
             if len(names) > 1:
-                return Site(path, None, "stacked parameters", tuple(names), tuple(names), shape[0])
-    return None
+                yield Site(path, None, "stacked parameters", tuple(names), tuple(names), frozenset({shape[0]}))
 
 
-def _listed(modules: list[tuple[str, nn.Module]]) -> Site | None:
+def _listed(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
     """A list of two or more modules with the same parameters, among them a matrix there and one back: H to I, I to H."""
     for path, child in modules:
         if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) or len(child) < 2:
@@ -134,8 +149,7 @@ def _listed(modules: list[tuple[str, nn.Module]]) -> Site | None:
         if all(_alike(first, other) for _, other in elements[1:]):
             members = tuple(f"{path}.{name}" if path else name for name, _ in elements)
             names = tuple(f"{members[0]}.{name}" for name, _ in first.named_parameters())
-            return Site(path, len(elements), "module list", members, names, len(elements))
-    return None
+            yield Site(path, len(elements), "module list", members, names, frozenset({len(elements)}))
 
 
 def _alike(one: nn.Module, other: nn.Module | None) -> bool:
@@ -151,15 +165,11 @@ def _is_mlp(module: nn.Module) -> bool:
     return any(one[1] == two[0] for i, one in enumerate(shapes) for j, two in enumerate(shapes) if i != j)
 
 
-def _holder(names: list[str]) -> str:
+def _holder(names: tuple[str, ...]) -> str:
     """The longest path that all of the names lie under."""
-    paths = [name.split(".")[:-1] for name in names]
-
-    def common(one: list[str], two: list[str]) -> list[str]:
-        length = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-        return one[:length]
-
-    return ".".join(functools.reduce(common, paths))
+    owners = [name.split(".")[:-1] for name in names]
+    steps = zip(*owners, strict=False)
+    return ".".join(step[0] for step in itertools.takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def _inside(path: str, outer: str) -> bool:

@@ -17,7 +17,7 @@ from moe_runner._block import SparseBlock
 from moe_runner._choice import Choice, choices, place_of, score_of
 from moe_runner._dataflow import Dataflow
 from moe_runner._errors import ModuleTypeError
-from moe_runner._experts import Site, expert_site, router_size, spelled_choices
+from moe_runner._experts import Site, expert_sites, router_size, spelled_choices
 
 
 def recognize(
@@ -37,9 +37,13 @@ def recognize(
         )
     if not spelled_choices(module):
         return None
-    site = expert_site(module)
-    if site is None or not spelled_choices(module, site):
-        return None
+    for site in expert_sites(module):
+        if spelled_choices(module, site) and (block := _block(module, site, args, dict(kwargs or {}))) is not None:
+            return block
+    return None
+
+
+def _block(module: nn.Module, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SparseBlock | None:
     if not args and not kwargs:
         return _from_structure(module, site, "the block was never called: read from its structure alone", called=False)
     try:
@@ -73,13 +77,13 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
     uses = [node for node in traced.graph.nodes if _uses(site, node)]
     if site.storage == "module list" and _run_in_sequence(flow, uses, site):
         return None
-    choice = _router_choice(flow, site, uses)
-    if choice is None:
+    found = _router_choices(flow, site, uses)
+    if not found:
         if traced.complete or uses:
             return None
         return _from_structure(module, site, f"the forward could be followed only to {_stop(traced)}", called=True)
-    after_experts = flow.after(*uses)
-    score, order = score_of(choice, choice.candidates, after_experts)
+    choice = found[-1]
+    score, order = score_of(choice, choice.candidates, flow.after(*uses))
     evidence = [_site_line(module, site), f"choice: {choice.place}"]
     evidence += [f"experts used: {place_of(flow, uses[0])}"] if uses else []
     evidence += [] if traced.complete else [f"not followed beyond {_stop(traced)}"]
@@ -88,7 +92,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
         num_experts=site.num_experts or choice.candidates,
         storage=site.storage,
         parameters=site.parameters,
-        top_k=choice.count,
+        top_k=_given_per_token(flow, uses, choice) or (choice.count if len(found) == 1 else None),
         score=score,
         score_order=order,
         shared_experts=_shared_experts(flow, site, choice, uses),
@@ -98,28 +102,42 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
     )
 
 
-def _router_choice(flow: Dataflow, site: Site, uses: list[fx.Node]) -> Choice | None:
-    """The last top-k over the experts' scores that is made before the experts run and that reaches them."""
+def _router_choices(flow: Dataflow, site: Site, uses: list[fx.Node]) -> list[Choice]:
+    """Choices over the experts' scores that are made before the experts run and that reach them, in order."""
     after_experts = flow.after(*uses)
-    found = None
+    found = []
     for choice in choices(flow, site):
-        if choice.node in after_experts and choice.node not in uses:
+        if choice.node in after_experts:
             continue
         if uses and after_experts.isdisjoint(flow.after(choice.node)):
             continue
         if _fits(choice, site, flow, uses):
-            found = choice
-    return found
+            found.append(choice)
+    return [choice for choice in found if choice.op == "topk"] or found
 
 
 def _fits(choice: Choice, site: Site, flow: Dataflow, uses: list[fx.Node]) -> bool:
     if site.num_experts is None:
-        return 2 <= choice.candidates < site.rows and site.rows % choice.candidates == 0
-    if choice.candidates == site.num_experts:
+        rows = min(site.sizes)
+        return 2 <= choice.candidates < rows and rows % choice.candidates == 0
+    if choice.candidates in site.sizes:
         return True
     # More scores than experts: some choices lead to none (identity or null experts). Then the experts must be given them.
-    given = flow.before(*(source for use in uses for source in use.all_input_nodes))
-    return choice.candidates > site.num_experts and choice.node in given
+    return choice.candidates > site.num_experts and choice.node in flow.before(*_sources(uses))
+
+
+def _sources(uses: list[fx.Node]) -> list[fx.Node]:
+    return [source for use in uses for source in use.all_input_nodes]
+
+
+def _given_per_token(flow: Dataflow, uses: list[fx.Node], choice: Choice) -> int | None:
+    """Experts per token as the experts are given them: the last dimension of [tokens, k] indices that come from the choice."""
+    chosen = flow.after(choice.node)
+    for node in _sources(uses):
+        indices = flow.tensor(node)
+        if node in chosen and indices is not None and indices.dtype in (torch.int64, torch.int32) and indices.dim() > 1:
+            return int(indices.shape[-1])
+    return None
 
 
 def _uses(site: Site, node: fx.Node) -> bool:
@@ -135,13 +153,17 @@ def _run_in_sequence(flow: Dataflow, uses: list[fx.Node], site: Site) -> bool:
 
 
 def _shared_experts(flow: Dataflow, site: Site, choice: Choice, uses: list[fx.Node]) -> str | None:
-    """A child with weights that runs beside choice and experts and whose result of the same shape joins theirs."""
-    apart = flow.before(choice.node) | flow.after(choice.node) | flow.after(*uses)
+    """A child with weights that runs beside the experts, decides nothing about the choice, and whose result joins theirs."""
     joined = flow.after(*uses)
     for node in flow.trace.graph.nodes:
-        if node.op != "call_module" or node in apart or site.covers(str(node.target)):
+        if (
+            node.op != "call_module"
+            or node in joined
+            or node in flow.before(choice.node)
+            or site.covers(str(node.target))
+        ):
             continue
-        matrices = sum(parameter.dim() == 2 for parameter in flow.child(node).parameters())
+        matrices = sum(parameter.dim() >= 2 for parameter in flow.child(node).parameters())
         if matrices >= 2 and not joined.isdisjoint(flow.after(node)):
             return str(node.target)
     return None

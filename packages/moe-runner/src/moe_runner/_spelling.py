@@ -1,7 +1,8 @@
 """Which modules can choose at all: whether the code behind a forward spells a top-k. Cheap, and cached by function.
 
-In: a module. Out: the places in its forward, and in the functions and methods that it calls, at which `topk` or `argmax`
-is named. This only tells where a trace is worth its time, and stands in for one where a module was never called.
+In: a module. Out: the places in its forward, and in the functions and methods that it calls, at which an operation is
+named that can choose (`CHOICE_OPS`). This only tells where a trace is worth its time, and stands in for one where a module
+was never called.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import dis
 import functools
 import linecache
 import types
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-CHOICE_OPS = frozenset({"topk", "argmax"})
+CHOICE_OPS = frozenset({"topk", "argmax", "max", "sort", "argsort"})
 _MAX_CALLS = 4
+"""How many calls deep the code is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,12 @@ def choices_spelled(module: nn.Module) -> tuple[Mention, ...]:
     """Where the forward of `module` itself, its children left out, names a choice."""
     own = module.__dict__.get("forward")
     forward = _function(own if own is not None else type(module).forward)
-    return () if forward is None else _scan(type(module), forward)
+    owner: Any = type(module)
+    return () if forward is None else _scan(owner, forward)
 
 
 @functools.lru_cache(maxsize=4096)
-def _scan(owner: type[nn.Module], forward: types.FunctionType) -> tuple[Mention, ...]:
+def _scan(owner: Hashable, forward: types.FunctionType) -> tuple[Mention, ...]:
     found: dict[Mention, None] = {}
     seen: set[types.CodeType] = set()
     pending = [(forward, 0)]
@@ -56,15 +60,15 @@ def _scan(owner: type[nn.Module], forward: types.FunctionType) -> tuple[Mention,
     return tuple(found)
 
 
-def _called(code: types.CodeType, owner: type[nn.Module], function: types.FunctionType) -> Iterator[types.FunctionType]:
+def _called(code: types.CodeType, owner: Any, function: types.FunctionType) -> Iterator[types.FunctionType]:
     for name in code.co_names:
         for candidate in (_method(owner, name), function.__globals__.get(name)):
             called = _function(candidate)
-            if called is not None and not (called.__module__ or "").split(".")[0] == "torch":
+            if called is not None and (called.__module__ or "").split(".")[0] != "torch":
                 yield called
 
 
-def _method(owner: type[nn.Module], name: str) -> object:
+def _method(owner: Any, name: str) -> object:
     return (
         None if name in _MACHINERY else next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), None)
     )
