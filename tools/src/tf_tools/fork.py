@@ -106,11 +106,12 @@ def run_in_fork(fn: Callable[P, object], timeout: float, *args: P.args, **kwargs
             os.close(reader)
             _child(writer, out, err, lambda: fn(*args, **kwargs))
         os.close(writer)
+        payload: bytes | None = None
         try:
             payload, timed_out = _receive(reader, pid, started + timeout)
         finally:
             os.close(reader)
-            status = _end(pid)
+            status = _end(pid, patience=2.0 if payload is not None else 0.0)
         result, failure = _decode(payload, timed_out, timeout, status)
         stdout, stderr = (p.read_text(errors="replace") if p.exists() else "" for p in (out, err))
     return Outcome(result, failure, status, stdout, stderr, time.monotonic() - started)
@@ -202,10 +203,10 @@ def _is_dead(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _end(pid: int) -> int:
-    """Give the child a moment to leave by itself, then kill its process group; its exit status."""
-    patience = time.monotonic() + 2.0
-    while not _is_dead(pid) and time.monotonic() < patience:
+def _end(pid: int, patience: float) -> int:
+    """Give the child some seconds to leave by itself, then kill its process group; its exit status."""
+    until = time.monotonic() + patience
+    while not _is_dead(pid) and time.monotonic() < until:
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
