@@ -21,8 +21,10 @@ Number = int | float
 class SizeRecorder(Protocol):
     """What a size needs of the trace that it belongs to."""
 
+    active: bool
+
     @property
-    def active(self) -> bool: ...
+    def flow(self) -> object: ...
 
     def size_arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...], value: Number) -> Any: ...
 
@@ -39,6 +41,10 @@ class Size:
     @property
     def plain(self) -> Number:
         raise NotImplementedError
+
+    def is_of(self, flow: object) -> bool:
+        """Whether the size belongs to this dataflow, and not to another trace's."""
+        return self.recorder.flow is flow
 
     def __copy__(self) -> Number:
         return self.plain

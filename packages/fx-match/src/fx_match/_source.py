@@ -124,6 +124,13 @@ def _is_machinery(filename: str) -> bool:
     return filename.startswith((_TORCH_FOLDER, _OWN_FOLDER, "<frozen"))
 
 
+def called_by_machinery(frame: types.FrameType | None) -> bool:
+    """Whether the call that `frame` deals with came from torch's own Python code."""
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER)
+
+
 def _positions(code: types.CodeType) -> Positions:
     table = list(code.co_positions())
     if any(column is not None for _, _, column, _ in table):

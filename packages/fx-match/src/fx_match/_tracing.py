@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fx_match._dataflow import Notes, meta_like
 from fx_match._errors import TraceInputError
 from fx_match._facts import UNKNOWN, Guard, LeafCall, Stop, Unknown
 from fx_match._hooks import function_hooks, guarded_range, module_hooks, receiving
-from fx_match._recorder import Notes, Recorder, Underneath, meta_like
+from fx_match._recorder import Recorder, Underneath
 from fx_match._source import FrameReader, Location, SourceSpan, undecorated
 from fx_match._structure import holds_tensor, map_leaves, output_structure
 
@@ -106,7 +107,7 @@ def trace(
     frames = FrameReader(function.__code__)
     recorder = Recorder(module, frames, leaf_table)
     args, kwargs = tuple(args), dict(kwargs or {})
-    recorder.device = _common_device(args, kwargs)
+    recorder.flow.device = _common_device(args, kwargs)
     names = _argument_names(function, bound, module, args, kwargs, method)
     start = Location(None, function.__code__.co_filename, function.__code__.co_firstlineno, function.__name__, None)
     inputs = [(name, _on_meta(value)) for name, value in names]
@@ -138,7 +139,7 @@ def trace(
             recorder.active = False
     output = None
     if stop is None:
-        output = output_structure(recorder.argument, result)
+        output = output_structure(recorder.flow.argument, result)
         recorder.graph.output(output)
     return Trace(
         graph=recorder.graph,
@@ -150,8 +151,8 @@ def trace(
         module=module,
         module_class=type(module),
         code=function.__code__,
-        constants=types.MappingProxyType(recorder.constants),
-        _notes=recorder.notes,
+        constants=types.MappingProxyType(recorder.flow.constants),
+        _notes=recorder.flow.notes,
     )
 
 
