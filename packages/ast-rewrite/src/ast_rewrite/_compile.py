@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from ast_rewrite._errors import Refused
 from ast_rewrite._shell import compile_definition, stripped
 from ast_rewrite._source import FunctionSource
 from ast_rewrite._store import store
+
+_KINDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +69,8 @@ def compile_rewrite(
         )
     except (SyntaxError, ValueError) as error:
         raise Refused(f"the edited function does not compile: {error}") from error
+    if (code.co_flags ^ original.__code__.co_flags) & _KINDS:
+        raise Refused("the edits add or take away yield or await, which makes another kind of function")
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     if missing := [name for name in code.co_freevars if name not in cells]:
         raise Refused(

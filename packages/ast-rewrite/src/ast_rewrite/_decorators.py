@@ -14,8 +14,8 @@ from ast_rewrite._errors import Refused, RewriteError, SourceUnavailable
 from ast_rewrite._files import source_file
 
 
-def chain(fn: object) -> tuple[types.FunctionType, ...]:
-    """The functions from the outermost wrapper to the undecorated function.
+def chain(fn: object, *, unwrap: bool = True) -> tuple[types.FunctionType, ...]:
+    """The functions from the outermost wrapper to the undecorated function; without `unwrap`, `fn` alone.
 
     Raises Refused where a wrapper is not a plain function, or where it is open which of its functions it wraps.
     """
@@ -29,6 +29,8 @@ def chain(fn: object) -> tuple[types.FunctionType, ...]:
         if any(current is known for known in found):
             raise Refused(f"{_named(current)} wraps itself")
         found.append(current)
+        if not unwrap:
+            break
         current = current.__dict__.get("__wrapped__") or _captured(current)
     if len(found) > 1:
         rebuilt(found[0], found[-1], found[-1])  # refuse now rather than when everything is edited
@@ -139,7 +141,7 @@ def _reaches(held: object, inner: types.FunctionType, seen: set[int] | None = No
 
 def _named(thing: object) -> str:
     if isinstance(thing, types.FunctionType):
-        return f"{thing.__module__}.{thing.__qualname__}"
+        return f"{thing.__module__}.{thing.__code__.co_qualname}"
     name = getattr(thing, "__qualname__", None)
     kind = type(thing).__qualname__
     return f"{name} (a {kind})" if isinstance(name, str) and not inspect.isclass(thing) else f"a {kind}"

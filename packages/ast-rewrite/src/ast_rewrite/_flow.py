@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ast_rewrite._errors import Refused
-from ast_rewrite._names import Path, declared_outside, path_of, paths_read
+from ast_rewrite._names import Path, bound_by, declared_outside, path_of, paths_read
 from ast_rewrite._order import COMPREHENSIONS, LOOPS, SCOPES, evaluated, runs_conditionally
 from ast_rewrite._render import CurrentTree
 from ast_rewrite._source import FunctionSource
 from ast_rewrite._span import SourceSpan
 from ast_rewrite._writes import Pure, Writes
+
+_DEFERRED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
 
 
 @dataclass(eq=False)
@@ -43,6 +45,14 @@ class Flow:
         for statement in self.current.tree.body:
             self.order.extend(evaluated(statement))
         self.index = {node: at for at, node in enumerate(self.order)}
+        self._writes: dict[Path, Writes] = {}
+        self._inside_fresh = {inner for node in self.fresh for inner in ast.walk(node)}
+        self._deferred = [
+            inner
+            for scope in ast.walk(self.current.tree)
+            if scope is not self.current.tree and isinstance(scope, _DEFERRED)
+            for inner in ast.walk(scope)
+        ]
 
     def now(self, node: ast.AST) -> ast.AST:
         """The node that stands for an original one. Raises Refused if an edit took it away."""
@@ -103,11 +113,16 @@ class Flow:
         """Raises Refused if evaluating `nodes` may rebind what `path` reads or, unless told otherwise, write to it."""
         if path and path[0] in declared_outside(self.current.tree):
             raise Refused(f"{path[0]} is declared global or nonlocal: other code can rebind it")
-        writes = Writes(self.source, self.current, path, self.pure, self.fresh)
+        if path not in self._writes:
+            self._writes[path] = Writes(self.source, self.current, path, self.pure, self.fresh)
+        writes = self._writes[path]
         for node in nodes:
-            if node in self.fresh or any(node in set(ast.walk(kept)) for kept in self.fresh):
-                continue
-            if reason := writes.reason(node, memory=memory):
+            if node not in self._inside_fresh and (reason := writes.reason(node, memory=memory)):
+                raise Refused(f"{'.'.join(path)} may not have the same value: {reason}", self.span(node))
+        if not memory:
+            return
+        for node in self._deferred:  # may run at any time
+            if not any(True for _ in bound_by(node)) and (reason := writes.reason(node)):
                 raise Refused(f"{'.'.join(path)} may not have the same value: {reason}", self.span(node))
 
     def require_same_value(self, first: ast.expr, last: ast.expr) -> None:

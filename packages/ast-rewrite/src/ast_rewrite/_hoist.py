@@ -54,7 +54,7 @@ def require_hoistable(
         for given in inputs:
             flow.require_unchanged(simple_path(given), region)
         for path in dict.fromkeys(paths_read(span)):
-            known = path[0] == _receiver(source) or path[0] not in _locals(source)
+            known = path[0] == source.receiver or path[0] not in _locals(source)
             flow.require_unchanged(path, region, memory=not known)
     original = current.origins.get(first)
     assert isinstance(original, ast.stmt)
@@ -98,12 +98,6 @@ def _require_no_way_out(flow: Flow, statements: Sequence[ast.stmt]) -> None:
         for node in ast.walk(statement):
             if isinstance(node, _EXITS):
                 raise Refused("the function or loop can be left between the expressions", flow.span(node))
-
-
-def _receiver(source: FunctionSource) -> str | None:
-    args = source.tree.args
-    named = [*args.posonlyargs, *args.args]
-    return named[0].arg if named and source.class_name is not None else None
 
 
 def _locals(source: FunctionSource) -> set[str]:

@@ -63,7 +63,7 @@ def reindent(text: str, *, remove: str = "", add: str = "") -> str:
     """
     inside = layout(text).in_string
     out: list[str] = []
-    for row, line in enumerate(_physical_lines(text)):
+    for row, line in enumerate(physical_lines(text)):
         if row in inside:
             out.append(line)
             continue
@@ -83,6 +83,7 @@ def indentation(line: str) -> str:
     return line[: len(line) - len(line.lstrip(" \t\f"))]
 
 
-def _physical_lines(text: str) -> list[str]:
+def physical_lines(text: str) -> list[str]:
+    """Lines with their line feeds. Unlike ``str.splitlines``, form feeds and the like end no line, as in Python source."""
     pieces = text.split("\n")
     return [piece + "\n" for piece in pieces[:-1]] + ([pieces[-1]] if pieces[-1] else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -40,12 +41,24 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
             if key is not None:
                 yield from evaluated(key)
             yield from evaluated(value)
+    elif isinstance(node, ast.AugAssign):  # a name is bound, and an object written to, after the value is there
+        for child in ast.iter_child_nodes(node.target):
+            yield from evaluated(child)
+        yield from evaluated(node.value)
+        yield node.target
+    elif isinstance(node, ast.ExceptHandler):  # its name is bound before its body runs
+        if node.type is not None:
+            yield from evaluated(node.type)
+        yield node
+        for statement in node.body:
+            yield from evaluated(statement)
+        return
     else:
         for name in _FIELDS.get(type(node), node._fields):
-            content = getattr(node, name, None)
-            for child in content if isinstance(content, list) else [content]:
-                if isinstance(child, ast.AST):
-                    yield from evaluated(child)
+            content: Any = getattr(node, name, None)
+            for part in content if isinstance(content, list) else [content]:
+                if isinstance(part, ast.AST):
+                    yield from evaluated(part)
     yield node
 
 

@@ -53,16 +53,14 @@ def place(source: FunctionSource, edit: Edit, order: int) -> Placed:
     """Find what an edit lands on. Raises Refused where that is nothing, or nothing that can be edited."""
     node: ast.expr | ast.stmt
     if edit.kind == "replace":
-        node = source.expression_at(edit.span)
-        if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-            raise Refused("this expression is assigned to or deleted, not read", edit.span)
+        node = source.read_at(edit.span)
     else:
         node = source.statement_at(edit.span)
     holes = dict(edit.holes)
     template = Template.parse(edit.text, "eval" if edit.kind == "replace" else "exec")
     if missing := sorted(set(template.names) - set(holes)):
         raise ValueError(f"no span was given for placeholder {missing[0]!r} of {edit.text!r}")
-    nodes = tuple(source.expression_at(holes[name]) for name in template.names)
+    nodes = tuple(source.read_at(holes[name]) for name in template.names)
     return Placed(order, edit, node, *byte_range(source, node), template, nodes)
 
 

@@ -6,6 +6,7 @@ too, because CPython compiles ``torch.mul(x)`` in another way when it sees that 
 
     import torch
     def <ast-rewrite>():
+        global LlamaAttention
         cell_name = None
         class LlamaAttention:
             def forward(self, x): ...
@@ -19,7 +20,7 @@ import __future__
 import ast
 import types
 from collections.abc import Iterable
-from inspect import CO_NESTED
+from inspect import CO_NESTED, CO_OPTIMIZED
 
 from ast_rewrite._files import FunctionNode
 
@@ -43,7 +44,9 @@ def compile_definition(
     shell = wrapper.body[0]
     assert isinstance(shell, ast.ClassDef)
     shell.name, shell.body = class_name or _NO_CLASS, [node]
-    wrapper.name, wrapper.body = _SHELL, [*_bindings(like.co_freevars), shell]
+    # A global class name: else a method that reads the name of its class would find it in the shell.
+    apart: list[ast.stmt] = [] if shell.name in like.co_freevars else [ast.Global([shell.name])]
+    wrapper.name, wrapper.body = _SHELL, [*apart, *_bindings(like.co_freevars), shell]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     imported: list[ast.stmt] = [ast.Import([ast.alias(name) for name in sorted(imports)])] if imports else []
     for made in (*imported, wrapper, *wrapper.body):
@@ -59,8 +62,7 @@ def compile_definition(
             for const in code.co_consts
             if isinstance(const, types.CodeType) and const.co_name == name and const.co_firstlineno >= first
         )
-    prefix = f"{_SHELL}.<locals>.{shell.name}.{node.name}"
-    code = _requalified(code, prefix, like.co_qualname)
+    code = _requalified(code, code.co_qualname, like.co_qualname)
     return code.replace(co_flags=(code.co_flags & ~CO_NESTED) | (like.co_flags & CO_NESTED))
 
 
@@ -124,17 +126,15 @@ def _bindings(names: Iterable[str]) -> list[ast.stmt]:
 def _requalified(code: types.CodeType, prefix: str, qualname: str) -> types.CodeType:
     """Qualified names of a code object and all inside it, moved from the shell to where the original stands."""
 
+    own = qualname + code.co_qualname[len(prefix) :]
+    is_class_body = not code.co_flags & CO_OPTIMIZED
+
     def moved(const: object) -> object:
         if isinstance(const, types.CodeType):
             return _requalified(const, prefix, qualname)
-        if isinstance(const, str) and const.startswith(prefix):  # class bodies hold their __qualname__ as a constant
-            return qualname + const[len(prefix) :]
-        return const
+        return own if is_class_body and const == code.co_qualname else const  # a class body assigns its __qualname__
 
-    return code.replace(
-        co_qualname=qualname + code.co_qualname[len(prefix) :],
-        co_consts=tuple(moved(const) for const in code.co_consts),
-    )
+    return code.replace(co_qualname=own, co_consts=tuple(moved(const) for const in code.co_consts))
 
 
 def _constant_key(const: object) -> object:

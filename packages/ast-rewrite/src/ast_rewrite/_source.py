@@ -68,9 +68,7 @@ class FunctionSource:
             Refused: a decorator around the function could not be rebuilt around another one, or the function has type
                 parameters (PEP 695).
         """
-        functions = chain(fn)
-        if not unwrap:
-            functions = functions[:1]
+        functions = chain(fn, unwrap=unwrap)
         inner = functions[-1]
         code = inner.__code__
         if code.co_name == "<lambda>":
@@ -136,6 +134,15 @@ class FunctionSource:
         return SourceSpan.of(self.tree)
 
     @property
+    def receiver(self) -> str | None:
+        """The name of the first parameter of a method (``self``); None for other functions and static methods."""
+        args = self.tree.args
+        named = [*args.posonlyargs, *args.args]
+        is_method = self.class_name is not None and self.qualname.endswith(f"{self.class_name}.{self.name}")
+        static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in self.tree.decorator_list)
+        return named[0].arg if named and is_method and not static else None
+
+    @property
     def dedented(self) -> str:
         """The text with the indentation of the ``def`` taken away; strings over several lines are left as they are."""
         return reindent(self.text, remove=indentation(self.text))
@@ -166,6 +173,13 @@ class FunctionSource:
             if isinstance(node, ast.JoinedStr) and SourceSpan.of(node).contains(span):
                 raise Refused("this lies inside an f-string, where positions cannot be relied on", span)
         raise Refused(f"no expression in the body of {self.qualname} has exactly this range", span)
+
+    def read_at(self, span: SourceSpan) -> ast.expr:
+        """`expression_at`, of an expression that is read. Raises Refused if it is assigned to or deleted."""
+        node = self.expression_at(span)
+        if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            raise Refused(f"{ast.unparse(node)} is assigned to or deleted here, not read", span)
+        return node
 
     def normalised(self, span: SourceSpan) -> SourceSpan:
         """The range of the syntax tree for the range that the interpreter gives; `span` itself where they agree."""

@@ -13,6 +13,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from ast_rewrite._layout import physical_lines
+
 
 def default_folder() -> Path:
     """``AST_REWRITE_CACHE`` if set, else ``ast-rewrite`` in the user's cache folder (``XDG_CACHE_HOME``, ``~/.cache``)."""
@@ -33,7 +35,7 @@ def store(text: str, *, name: str, sha256: str, folder: Path | None) -> str:
     with contextlib.suppress(OSError):
         _write(path, text.encode())
     # No modification time: checkcache() leaves such an entry alone.
-    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    linecache.cache[str(path)] = (len(text), None, physical_lines(text), str(path))
     return str(path)
 
 

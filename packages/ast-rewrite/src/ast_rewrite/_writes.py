@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from ast_rewrite._names import Path, bound_by, bound_names, parameters, path_of
@@ -49,16 +50,9 @@ class Writes:
         self.containers = {argument.arg for argument in (args.vararg, args.kwarg) if argument is not None}
         names = parameters(tree)
         self.parameters = set(names)
-        self.receiver = names[0] if names and source.class_name is not None else None
+        self.receiver = source.receiver
         self.local = bound_names([tree])
-        self.made_here = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-        self.made_here |= {
-            t.id
-            for n in ast.walk(tree)
-            if isinstance(n, ast.Assign) and any(isinstance(v, ast.Lambda) for v in ast.walk(n.value))
-            for t in n.targets
-            if isinstance(t, ast.Name)
-        }
+        self.made_here = _functions_made_in(tree)
         self.is_global = bool(path) and path[0] not in self.local
         self.related = {*names, *path[:1], *source.function.__code__.co_freevars}
         self._spread(tree)
@@ -138,7 +132,7 @@ class Writes:
         if isinstance(func, ast.Subscript):
             return None
         if isinstance(func, ast.Name) and func.id in self.made_here:
-            return f"{func.id} is a function made here: it may write to whatever it captures"
+            return None  # what its body does is looked at by itself
         return self._passed(given, f"{name or 'the callee'} is not known to leave its arguments alone")
 
     def _passed(self, given: list[ast.expr], why: str) -> str | None:
@@ -180,6 +174,16 @@ class Writes:
                     grown = True
 
 
+def _functions_made_in(tree: ast.AST) -> set[str]:
+    """Names of nested functions that are bound once, so that a call of the name runs that body."""
+    bound = Counter(name for node in ast.walk(tree) for name in bound_by(node))
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if node is not tree and isinstance(node, ast.FunctionDef) and not node.decorator_list and bound[node.name] == 1
+    }
+
+
 def _bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.AST | None]]:
     """Names and what they take their value from; None where that is not an expression."""
     if isinstance(node, ast.Assign):
@@ -205,6 +209,8 @@ def _bindings(node: ast.AST) -> Iterator[tuple[set[str], ast.AST | None]]:
             yield {node.name}, None
     elif isinstance(node, ast.MatchMapping) and node.rest:
         yield {node.rest}, None
+    elif isinstance(node, ast.arg):
+        yield {node.arg}, None  # of a nested function or a lambda
 
 
 def _targets(target: ast.expr) -> set[str]:
