@@ -1,8 +1,8 @@
 """Where in the source a node was made: spans from the interpreter's own instruction positions.
 
 While a forward runs, its frame is on the stack, and `co_positions()` at `f_lasti` is the range of the expression that is
-being evaluated. Where the interpreter keeps no columns (`PYTHONNODEBUGRANGES`), the module's source is compiled again
-in an interpreter state that does, and the same instruction is looked up there.
+being evaluated. Code that was compiled without columns (a cached file written under `PYTHONNODEBUGRANGES`) is compiled
+again from its source, and the same instruction looked up there; where that gives none either, there is no span.
 """
 
 from __future__ import annotations

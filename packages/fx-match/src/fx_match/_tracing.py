@@ -202,6 +202,8 @@ def _argument_names(
 
 
 def _on_meta(value: Any) -> Any:
+    if not holds_tensor(value):
+        return value
     return map_leaves(lambda item: meta_like(item) if isinstance(item, torch.Tensor) else item, value)
 
 
