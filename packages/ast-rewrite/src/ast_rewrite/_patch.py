@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -239,5 +240,8 @@ def _block(template: str) -> str:
         lines.pop(0)
     while lines and not lines[-1].strip():
         lines.pop()
-    margin = indentation(lines[0]) if lines else ""
-    return "\n".join(line.removeprefix(margin) for line in lines)
+    text = "\n".join(lines)
+    try:
+        return reindent(text, remove=indentation(text))
+    except (tokenize.TokenError, SyntaxError):  # parsing it says what is wrong
+        return text

@@ -34,6 +34,7 @@ _HARMLESS = _FRESH_RESULTS | {
     "abs", "min", "max", "sum", "round", "print", "getattr", "tuple", "list", "dict", "set", "frozenset", "zip",
     "enumerate", "sorted", "reversed", "any", "all", "slice", "super", "format", "ord", "chr", "divmod", "pow",
 }
+_EXCEPTIONS = frozenset(n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException))
 _FRAMES = frozenset({"exec", "eval", "locals", "globals", "vars", "dir"})
 # fmt: on
 
@@ -112,7 +113,7 @@ class Writes:
         if isinstance(func, ast.Name) and name not in self.local:
             if name in ("setattr", "delattr"):
                 return self._passed(given, f"{name}() changes an object")
-            if name in _HARMLESS and hasattr(builtins, name or ""):
+            if name in _HARMLESS or name in _EXCEPTIONS:
                 return None
         if not memory:
             return None
