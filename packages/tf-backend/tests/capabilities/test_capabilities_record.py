@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -35,21 +34,25 @@ def test_the_same_engine_under_another_name_passes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.engine
-def test_recording_gives_the_shipped_bytes_and_leaves_the_environment(tmp_path: Path) -> None:
+def test_recording_gives_the_shipped_bytes_and_leaves_the_environment() -> None:
     found = capabilities.installed()
     if found is None or f"{found.name}-{found.version}" not in capabilities.shipped_names():
         pytest.skip("no capabilities are shipped for the installed engine")
+    # A configuration of vLLM sets these two for a single rank; recording makes one.
     code = (
-        "import os, sys; from tf_backend import capabilities; before = dict(os.environ); "
-        "import vllm.platforms; imported = dict(os.environ); "
-        "sys.stdout.write(capabilities.record().to_json().decode()); assert dict(os.environ) == imported"
+        "import os, sys; from tf_backend import capabilities; "
+        "sys.stdout.write(capabilities.record().to_json().decode()); "
+        "assert not {'LOCAL_WORLD_SIZE', 'NUMEXPR_MAX_THREADS'} & set(os.environ)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"},
+        env={
+            name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS")
+        }
+        | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.encode() == capabilities.shipped(f"{found.name}-{found.version}").to_json()

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 from tf_backend.cli import _parser, main
-from tf_backend.errors import OptionRefused
+from tf_backend.cli._present import EngineFailed
+from tf_backend.errors import ModelRefused, OptionRefused
+from tf_backend.plan.schema import Refusal
 
 
 def _raising(error: BaseException):
@@ -67,6 +69,15 @@ def test_an_error_of_ours_is_printed_as_it_is(
     monkeypatch.setattr(_parser, "_version", _raising(OptionRefused("it is too late. Come earlier.")))
     assert main(["version"]) == 1
     assert capsys.readouterr().err == "error: it is too late. Come earlier.\n"
+
+
+def test_a_refused_model_has_its_own_status(
+    refusal: Refusal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = EngineFailed("starting", ModelRefused([refusal], architecture="ToyForCausalLM"))
+    monkeypatch.setattr(_parser, "_version", _raising(failed))
+    assert main(["version"]) == 2
+    assert capsys.readouterr().err.startswith("error: ToyForCausalLM cannot be served: attention takes `position_bias`")
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,3 +65,11 @@ def test_weights_that_are_not_there_are_an_error_of_one_line(tmp_path: Path) -> 
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.engine
+def test_engine_without_the_plugin_is_not_mistaken_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "none")
+    done = _demo()
+    assert done.returncode == 1
+    assert "the engine did not load the plugin `tf_backend` (VLLM_PLUGINS is 'none')" in done.stderr.splitlines()[-1]

@@ -24,7 +24,7 @@ from tf_backend.errors import EngineMissing, ModelRefused, TfBackendError
 
 _PROMPTS = (
     "What is gravity? Answer in two sentences.",
-    "Write a short poem about the sea.",
+    "Write a haiku about the sea.",
     "Name three things that every kitchen needs, and say why.",
 )
 

@@ -11,7 +11,8 @@ import traceback
 from collections.abc import Sequence
 
 from tf_backend.cli._parser import build_parser
-from tf_backend.cli._present import describe
+from tf_backend.cli._present import describe, root_cause
+from tf_backend.errors import ModelRefused
 
 _INTERRUPTED = 130
 """What a shell gives for a process that SIGINT ended."""
@@ -38,4 +39,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             traceback.print_exc()
         print(f"error: {describe(error)}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(root_cause(error), ModelRefused) else 1

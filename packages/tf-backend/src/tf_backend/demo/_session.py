@@ -40,8 +40,9 @@ class Chunk:
 class Session:
     """An engine that serves one model through its transformers definition, in this process.
 
-    `model_impl` is vLLM's option of that name. Building one loads the weights. Raises `EngineMissing` without vLLM, and
-    whatever the engine raises; `tf_backend.demo.prepare_environment` must have run before vLLM was imported.
+    `model_impl` is vLLM's option of that name. Building one loads the weights; `tf_backend.demo.prepare_environment` must
+    have run before vLLM was imported. Raises `EngineMissing` without vLLM, `OptionRefused` when the plugin is switched
+    off, `ConfigError`, and whatever the engine raises.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Session:
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
+        if model_impl == "transformers":
+            _check_registered()
         self._engine: Any = LLMEngine.from_engine_args(arguments)
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._limit = int(self._engine.model_config.max_model_len)
@@ -135,3 +138,19 @@ def _context_length(folder: str | os.PathLike[str], trust_remote_code: bool) -> 
         raise ConfigError(f"the configuration in {os.fspath(folder)} cannot be read: {error}") from error
     longest = getattr(config, "max_position_embeddings", None)
     return min(_LONGEST_CONTEXT, longest) if isinstance(longest, int) and longest > 0 else _LONGEST_CONTEXT
+
+
+def _check_registered() -> None:
+    """Without our plugin the engine would quietly serve the model through a backend of its own."""
+    from vllm import ModelRegistry
+
+    known: Any = ModelRegistry.models.get("TransformersForCausalLM")
+    model_class = getattr(known, "model_cls", None)
+    module = str(getattr(known, "module_name", "")) if model_class is None else model_class.__module__
+    if module.partition(".")[0] != "tf_backend":
+        chosen = os.environ.get("VLLM_PLUGINS")
+        why = "its entry point is not installed" if chosen is None else f"VLLM_PLUGINS is {chosen!r}"
+        raise OptionRefused(
+            f"the engine did not load the plugin `tf_backend` ({why}), and would serve this model by other means. Unset "
+            "VLLM_PLUGINS, or add `tf_backend` to it; or install the package tf-backend again."
+        )
