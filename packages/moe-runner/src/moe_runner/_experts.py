@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from moe_runner._block import Storage
-from moe_runner._spelling import Mention, choices_spelled
 
 DEPTH = 2
 """How far below a block its experts and its router lie: `experts`, or `experts.mlp`."""
@@ -40,7 +39,7 @@ class Site:
 
     def covers(self, path: str) -> bool:
         """Whether the child or parameter `path` is part of the site, or a child on the way to it."""
-        return any(_inside(path, member) or _inside(member, path) for member in self.members)
+        return any(inside(path, member) or inside(member, path) for member in self.members)
 
 
 def walk(module: nn.Module, depth: int = DEPTH, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -52,54 +51,9 @@ def walk(module: nn.Module, depth: int = DEPTH, path: str = "") -> Iterator[tupl
                 yield from walk(child, depth - 1, f"{path}.{name}" if path else name)
 
 
-def spelled_choices(module: nn.Module, site: Site | None = None) -> tuple[Mention, ...]:
-    """Lines in `module` and near below it that spell a choice; not those of the experts' own modules."""
-    found: dict[Mention, None] = {}
-    for path, child in walk(module):
-        if site is None or not path or not site.covers(path):
-            found |= dict.fromkeys(choices_spelled(child))
-    return tuple(found)
-
-
-def expert_sites(module: nn.Module) -> list[Site]:
-    """What looks like experts in `module` and does not belong to a block further inside; the most experts first."""
-    claimed = [path for path, child in walk(module) if path and holds_block(child)]
-    free = [(path, child) for path, child in walk(module) if not any(_inside(path, inner) for inner in claimed)]
-    return [*_stacked(free), *_listed(free), *_packed(free)]
-
-
-def holds_block(module: nn.Module) -> bool:
-    """Whether structure alone makes `module` a block: experts, a choice spelled near them, weights of a router."""
-    return bool(spelled_choices(module)) and any(
-        spelled_choices(module, site) and router_size(module, site) is not None for site in expert_sites(module)
-    )
-
-
-def router_size(module: nn.Module, site: Site) -> int | None:
-    """E, if a matrix outside the site has E for a dimension; for packed parameters the one E that divides them.
-
-    A router with a few more rows than experts (shared or null ones) counts where a child that chooses owns it.
-    """
-    sizes, own = set(), set()
-    for path, child in walk(module):
-        for name, parameter in child._parameters.items():
-            full = f"{path}.{name}" if path else name
-            if parameter is None or parameter.dim() != 2 or site.covers(full):
-                continue
-            sizes |= {parameter.shape[0]} if site.num_experts is None else set(parameter.shape)
-            if path and any(choices_spelled(owner) for owner in _owners(module, path)):
-                own.add(parameter.shape[0])
-    if site.num_experts is None:
-        rows = min(site.sizes)
-        fitting = {size for size in sizes if 2 <= size < rows and rows % size == 0}
-        return fitting.pop() if len(fitting) == 1 else None
-    wider = site.storage == "stacked parameters" and any(site.num_experts < size < 2 * site.num_experts for size in own)
-    return site.num_experts if wider or not sizes.isdisjoint(site.sizes) else None
-
-
-def _owners(module: nn.Module, path: str) -> list[nn.Module]:
-    steps = path.split(".")
-    return [module.get_submodule(".".join(steps[: i + 1])) for i in range(len(steps))]
+def sites_in(modules: list[tuple[str, nn.Module]]) -> list[Site]:
+    """What looks like experts among these modules, given with their names; of stacked parameters the most experts first."""
+    return [*_stacked(modules), *_listed(modules), *_packed(modules)]
 
 
 def _stacked(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
@@ -172,5 +126,6 @@ def _holder(names: tuple[str, ...]) -> str:
     return ".".join(step[0] for step in itertools.takewhile(lambda step: len(set(step)) == 1, steps))
 
 
-def _inside(path: str, outer: str) -> bool:
+def inside(path: str, outer: str) -> bool:
+    """Whether the name `path` is `outer` or lies below it."""
     return path == outer or path.startswith(f"{outer}.")

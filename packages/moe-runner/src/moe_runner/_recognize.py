@@ -17,7 +17,8 @@ from moe_runner._block import SparseBlock
 from moe_runner._choice import Choice, choices, place_of, score_of
 from moe_runner._dataflow import Dataflow
 from moe_runner._errors import ModuleTypeError
-from moe_runner._experts import Site, expert_sites, router_size, spelled_choices
+from moe_runner._experts import Site
+from moe_runner._structure import expert_sites, router_size, spelled_choices
 
 
 def recognize(
@@ -79,7 +80,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
         return None
     found = _router_choices(flow, site, uses)
     if not found:
-        if traced.complete or uses:
+        if traced.complete:
             return None
         return _from_structure(module, site, f"the forward could be followed only to {_stop(traced)}", called=True)
     choice = found[-1]
@@ -104,7 +105,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
 
 def _router_choices(flow: Dataflow, site: Site, uses: list[fx.Node]) -> list[Choice]:
     """Choices over the experts' scores that are made before the experts run and that reach them, in order."""
-    after_experts = flow.after(*uses)
+    after_experts = {node for node in flow.after(*uses) if node.op != "output"}  # returned side by side is not joined
     found = []
     for choice in choices(flow, site):
         if choice.node in after_experts:
@@ -185,9 +186,13 @@ def _leaves(module: nn.Module, site: Site) -> list[LeafCall]:
 
 
 def _run_or_pass(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What `child` returns; if its own forward cannot run on meta, its first tensor of numbers, as experts keep its shape."""
+    """What `child` returns on meta; where it needs the data of a tensor, its first tensor of numbers: experts keep its shape."""
+    states = (*child.named_parameters(), *child.named_buffers())
     try:
-        return child(*args, **kwargs)
+        if all(state.is_meta for _, state in states):
+            return child(*args, **kwargs)
+        on_meta = {name: torch.empty_like(state, device="meta") for name, state in states}
+        return torch.func.functional_call(child, on_meta, args, kwargs)
     except Exception:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point():

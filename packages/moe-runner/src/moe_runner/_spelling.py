@@ -26,9 +26,15 @@ _MAX_CALLS = 4
 class Mention:
     """One line that names a choice."""
 
+    op: str
     module: str
     line: int
     text: str
+
+    @property
+    def is_top_k(self) -> bool:
+        """Whether nothing but a choice is spelled so; code is full of maxima and sorts that choose nothing."""
+        return self.op in ("topk", "argmax")
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}: {self.text}"
@@ -62,16 +68,13 @@ def _scan(owner: Hashable, forward: types.FunctionType) -> tuple[Mention, ...]:
 
 def _called(code: types.CodeType, owner: Any, function: types.FunctionType) -> Iterator[types.FunctionType]:
     for name in code.co_names:
-        for candidate in (_method(owner, name), function.__globals__.get(name)):
+        methods = [] if name in _MACHINERY else [vars(base)[name] for base in owner.__mro__ if name in vars(base)]
+        if "super" not in code.co_names:
+            methods = methods[:1]
+        for candidate in (*methods, function.__globals__.get(name)):
             called = _function(candidate)
             if called is not None and (called.__module__ or "").split(".")[0] != "torch":
                 yield called
-
-
-def _method(owner: Any, name: str) -> object:
-    return (
-        None if name in _MACHINERY else next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), None)
-    )
 
 
 _MACHINERY = frozenset(dir(nn.Module)) - {"forward"}
@@ -82,7 +85,7 @@ def _mentions(code: types.CodeType, module: str) -> Iterator[Mention]:
     for instruction in dis.get_instructions(code):
         line = instruction.starts_line or line
         if instruction.argval in CHOICE_OPS and "NAME" not in instruction.opname:
-            yield Mention(module, line, linecache.getline(code.co_filename, line).strip())
+            yield Mention(str(instruction.argval), module, line, linecache.getline(code.co_filename, line).strip())
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
