@@ -13,3 +13,7 @@ class NotBuildable(BridgeError):
 
 class NotFusable(BridgeError):
     """A fusion whose pattern matched an instance on which it would not be right; the message is the reason."""
+
+
+class WrongLayout(BridgeError):
+    """Tensors at a seam that are not laid out as the engine takes them; the message gives both layouts."""

@@ -11,23 +11,41 @@ statements, the projections are merged and the rest stays:
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
-from ast_rewrite import Patch
-from fx_match import Match, Miss, SourceSpan, Trace, act, any_value, canonical, find, linear
+from ast_rewrite import FunctionSource, Patch, RewriteError
+from fx_match import Match, Miss, Trace, act, any_value, canonical, find, module, module_activation
 from torch import nn
 
 from vllm_layers_bridge.errors import NotFusable
-from vllm_layers_bridge.fusions.protocol import ModuleFacts, argument_span, source_span
+from vllm_layers_bridge.fusions.children import (
+    linears_above,
+    other_use,
+    plain_linear,
+    require_free_names,
+    require_mergeable,
+)
+from vllm_layers_bridge.fusions.gated_mlp_misses import explain
+from vllm_layers_bridge.fusions.protocol import ModuleFacts, is_plain_linear
+from vllm_layers_bridge.fusions.source import (
+    argument_span,
+    projection_spans,
+    pure_calls,
+    source_span,
+    stands_for_itself,
+)
 from vllm_layers_bridge.layers.activation import FUSED_ACTIVATIONS
+from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, Source
 
 MERGED = "gate_up_proj"
 ACTIVATION = "act_and_mul"
+ONE_EXPRESSION = "one_expression"
 
-PATTERN = (
-    act(*FUSED_ACTIVATIONS, kind="activation")(linear("gate")(any_value("input"))) * linear("up")(any_value("input"))
-).contained()
+_GATE = act(*FUSED_ACTIVATIONS, kind="activation", name="activated")(
+    module(is_plain_linear, "gate")(any_value("input"))
+)
+PATTERN = (_GATE * module(is_plain_linear, "up")(any_value("input"))).contained()
 
 
 class GatedMLP:
@@ -37,49 +55,62 @@ class GatedMLP:
     replaces_module = False
 
     def is_candidate(self, trace: Trace) -> bool:
-        """A module with at least three linears of its own that multiplies."""
-        linears = [
-            node for node in trace.graph.nodes if node.op == "call_module" and type(_child(trace, node)) is nn.Linear
-        ]
-        has_attention = any("attention" in str(node.target) for node in trace.graph.nodes if node.op == "call_function")
-        return len(linears) >= 3 and not has_attention and any(canonical(node) == "mul" for node in trace.graph.nodes)
+        """A module without attention that multiplies what comes from one linear with what comes from another."""
+        if any(node.target is attention_leaf for node in trace.graph.nodes):
+            return False
+        for node in trace.graph.nodes:
+            if canonical(node) == "mul" and len(node.all_input_nodes) == 2:
+                left, right = (linears_above(operand, trace) for operand in node.all_input_nodes)
+                if left and right and set(left) != set(right):
+                    return True
+        return False
 
     def match(self, trace: Trace) -> Match | Miss:
         """The product of an activated linear with another linear of the same input."""
-        return find(PATTERN, trace)
+        found = find(PATTERN, trace)
+        if isinstance(found, Miss):
+            return explain(found, trace)
+        if found["gate"] is found["up"]:
+            return explain(Miss("gate and up are one", found.root, found.captures, found.nodes, found.subject), trace)
+        for part in ("gate", "up"):
+            if (use := other_use(trace, found[part])) is not None:
+                return Miss(use[1], use[0], found.captures, found.nodes, found.subject)
+        captures = {**found.captures, ONE_EXPRESSION: _is_one_expression(found, trace)}
+        return dataclasses.replace(found, captures=captures)
 
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
-        """The two must be of one shape, both with a bias or neither, and the names of the new layers free."""
-        gate, up = _linear(module, match["gate"]), _linear(module, match["up"])
-        if gate is up:
-            raise NotFusable("gate and up are one and the same layer")
-        if (gate.in_features, gate.out_features) != (up.in_features, up.out_features):
-            raise NotFusable(f"gate is {tuple(gate.weight.shape)} and up is {tuple(up.weight.shape)}")
-        if (gate.bias is None) != (up.bias is None):
-            raise NotFusable("one of gate and up has a bias and the other has none")
-        for name in (MERGED, ACTIVATION):
-            if hasattr(module, name):
-                raise NotFusable(f"the module has an attribute `{name}` already")
+        """Both plain, of one shape, with a bias each or none, an activation that can be fused, and free names."""
+        gate, up = plain_linear(module, match["gate"]), plain_linear(module, match["up"])
+        names = str(match["gate"].target), str(match["up"].target)
+        require_mergeable(names, (gate, up))
+        if gate.out_features != up.out_features:
+            raise NotFusable(f"`{names[0]}` gives {gate.out_features} features and `{names[1]}` {up.out_features}")
+        activation = _activation(match, module)
+        if match[ONE_EXPRESSION] and activation not in FUSED_ACTIVATIONS:
+            raise NotFusable(
+                f"its activation is {activation or 'none that is known'}, which vLLM has no fused layer for"
+            )
+        require_free_names(module, (MERGED, ACTIVATION))
 
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
         """One expression where it is one; merged projections alone otherwise."""
-        gate, up = source_span(trace, match["gate"]), source_span(trace, match["up"])
-        inputs = argument_span(patch, gate), argument_span(patch, up)
-        if _is_one_expression(match):
-            patch.is_value_unchanged(*inputs)
+        (gate, gate_input), (up, up_input) = (projection_spans(trace, patch, match[part]) for part in ("gate", "up"))
+        if match[ONE_EXPRESSION]:
+            patch.is_value_unchanged(gate_input, up_input, pure=pure_calls(trace))
             product = source_span(trace, match.root)
-            patch.replace(product, f"self.{ACTIVATION}(self.{MERGED}({{x}}))", x=inputs[0])
+            patch.replace(product, f"self.{ACTIVATION}(self.{MERGED}({{x}}))", x=gate_input)
         else:
             patch.hoist(
                 [gate, up],
                 f"self.{MERGED}({{0}}).chunk(2, dim=-1)",
                 ("gate_output", "up_output"),
-                list(inputs),
+                [gate_input, up_input],
+                pure=pure_calls(trace),
             )
 
     def layers(self, match: Match, module: nn.Module, facts: ModuleFacts) -> tuple[LayerSpec, ...]:
         """The merged projection, and the fused activation where the forward calls it."""
-        gate, up = _linear(module, match["gate"]), _linear(module, match["up"])
+        gate, up = plain_linear(module, match["gate"]), plain_linear(module, match["up"])
         merged = MergedLinearSpec(
             name=MERGED,
             sources=(
@@ -89,45 +120,31 @@ class GatedMLP:
             in_features=gate.in_features,
             bias=gate.bias is not None,
         )
-        if not _is_one_expression(match):
+        activation = _activation(match, module)
+        if not match[ONE_EXPRESSION] or activation is None:
             return (merged,)
-        return (merged, ActivationAndMulSpec(ACTIVATION, match["activation"]))
+        return (merged, ActivationAndMulSpec(ACTIVATION, activation))
 
 
-def _is_one_expression(match: Match) -> bool:
-    """Whether product, activation and both projections stand in one expression, and nothing else does."""
-    spans = [match.subject.location(node).span for node in match.nodes]
-    product = match.subject.location(match.root).span
-    if product is None or any(span is None or not _contains(product, span) for span in spans):
-        return False
-    inside = [
-        node
-        for node in match.subject.graph.nodes
-        if (span := match.subject.location(node).span) is not None and _contains(product, span)
-    ]
-    return set(inside) <= {*match.nodes, *_ancestors(match["input"])}
+def _activation(match: Match, module: nn.Module) -> str | None:
+    """What this instance's activation computes: a child of another instance may be another one."""
+    node = match["activated"]
+    if node.op != "call_module":
+        return str(match["activation"])
+    try:
+        return module_activation(module.get_submodule(str(node.target)))
+    except AttributeError:
+        return None
 
 
-def _contains(outer: SourceSpan, inner: SourceSpan) -> bool:
-    start = (outer.lineno, outer.col) <= (inner.lineno, inner.col)
-    return start and (inner.end_lineno, inner.end_col) <= (outer.end_lineno, outer.end_col)
-
-
-def _ancestors(node: Any) -> set[Any]:
-    seen, stack = set(), [node]
-    while stack:
-        current = stack.pop()
-        if current not in seen:
-            seen.add(current)
-            stack.extend(current.all_input_nodes)
-    return seen
-
-
-def _child(trace: Trace, node: Any) -> nn.Module | None:
-    return dict(trace.module.named_modules()).get(str(node.target))
-
-
-def _linear(module: nn.Module, node: Any) -> nn.Linear:
-    child = module.get_submodule(str(node.target))
-    assert isinstance(child, nn.Linear)
-    return child
+def _is_one_expression(match: Match, trace: Trace) -> bool:
+    """Whether one expression of the forward is the product of activated gate and up, whatever path leads to it."""
+    try:
+        source = FunctionSource.of(trace.module_class.forward)
+        patch = Patch(source)
+        spans = {node: source.normalised(source_span(trace, node)) for node in match.nodes}
+        inputs = tuple(argument_span(patch, spans[match[part]]) for part in ("gate", "up"))
+    except RewriteError:
+        return False  # whether it can be rewritten at all, `rewrite` tells
+    product = spans[match.root]
+    return all(product.contains(span) for span in spans.values()) and stands_for_itself(source, product, inputs)

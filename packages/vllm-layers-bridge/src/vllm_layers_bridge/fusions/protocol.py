@@ -2,29 +2,39 @@
 
 A fusion either rewrites the forward of the module that it matched, or takes the place of the whole module (`replaces_module`).
 Finding and rewriting happen once per variant of a class; checking and naming layers happen for each instance, since instances of one
-variant share code and not sizes.
+variant share code and not sizes, nor what their children are.
 """
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from ast_rewrite import Patch, SourceSpan
+from ast_rewrite import Patch
 from fx_match import Match, Miss, Trace
-from torch import fx, nn
+from torch import nn
 
+from vllm_layers_bridge.fusions.children import is_plain_linear
 from vllm_layers_bridge.specs import AttentionSpec, LayerSpec
+
+__all__ = ["Fusion", "ModuleFacts", "is_plain_linear"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleFacts:
-    """What is known of one instance beyond its own tensors."""
+    """What is known of one instance beyond its own tensors.
+
+    A fusion that needs what is None here refuses.
+    """
 
     name: str
     attention: tuple[AttentionSpec, ...] = ()
     """Calls of the attention interface that this module makes, in order."""
+    args: tuple[Any, ...] | None = None
+    """Positional arguments of its first call, tensors on meta."""
+    kwargs: Mapping[str, Any] | None = None
+    """Keyword arguments of its first call, tensors on meta."""
 
 
 @runtime_checkable
@@ -39,11 +49,11 @@ class Fusion(Protocol):
         ...
 
     def match(self, trace: Trace) -> Match | Miss:
-        """Find the fusion in the trace of a forward."""
+        """Find the fusion in the trace of a forward; a Miss says in a sentence why not, and its node where."""
         ...
 
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
-        """Raise `NotFusable` where fusing this instance would not be right."""
+        """Raise `NotFusable` where fusing this instance, which may not be the traced one, would not be right."""
         ...
 
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
@@ -51,32 +61,5 @@ class Fusion(Protocol):
         ...
 
     def layers(self, match: Match, module: nn.Module, facts: ModuleFacts) -> tuple[LayerSpec, ...]:
-        """The layers that the instance gets."""
+        """The layers that the instance gets. Called after `check` let it pass."""
         ...
-
-
-def source_span(trace: Trace, node: fx.Node) -> SourceSpan:
-    """The span of `node` in the forward, as `ast_rewrite` takes it; LookupError when it has none."""
-    span = trace.span(node)
-    if span is None:
-        raise LookupError(f"`{node.name}` was made by no expression of the forward itself")
-    return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
-
-
-def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
-    """The span of the one argument of the call at `call`; LookupError when it is not a call of one argument."""
-    expression = patch.source.expression_at(call)
-    if not isinstance(expression, ast.Call):
-        raise LookupError(f"line {call.lineno} has no call where one was traced")
-    arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
-    if len(arguments) != 1 or isinstance(arguments[0], ast.Starred):
-        raise LookupError(f"the call at line {call.lineno} has {len(arguments)} arguments, expected one")
-    only = arguments[0]
-    if only.end_lineno is None or only.end_col_offset is None:
-        raise LookupError(f"the argument at line {call.lineno} has no position")
-    return SourceSpan(only.lineno, only.col_offset, only.end_lineno, only.end_col_offset)
-
-
-def is_plain_linear(module: object) -> bool:
-    """Whether a child is an `nn.Linear` and no subclass, whose forward might do more."""
-    return type(module) is nn.Linear

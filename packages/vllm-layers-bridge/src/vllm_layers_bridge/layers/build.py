@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm_layers_bridge.errors import NotBuildable
 from vllm_layers_bridge.layers.activation import build_activation_and_mul
 from vllm_layers_bridge.layers.embedding import build_embedding, build_head
 from vllm_layers_bridge.layers.linear import build_linear, build_merged_linear, build_qkv_linear
@@ -38,8 +39,15 @@ def build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
     """Build the vLLM layer that `spec` describes. `prefix` is the full name, e.g. ``model.layers.0.mlp.gate_up_proj``.
 
     Raises:
-        NotBuildable: the installed vLLM has no layer for it.
+        NotBuildable: the installed vLLM has no layer for it, or its layer does not take these sizes on these ranks.
     """
+    try:
+        return _build(spec, prefix, context)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise NotBuildable(f"vLLM cannot build `{prefix}` ({spec}): {error}") from error
+
+
+def _build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
     match spec:
         case LinearSpec():
             return build_linear(spec, prefix, context.quant_config)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm_layers_bridge.layers.heads import heads_per_rank
 from vllm_layers_bridge.specs import LinearSpec, MergedLinearSpec, QKVLinearSpec
 
 
@@ -63,7 +64,10 @@ def build_qkv_linear(spec: QKVLinearSpec, prefix: str, quant_config: Any) -> nn.
 
 
 def qkv_split_sizes(spec: QKVLinearSpec, tensor_parallel: int) -> tuple[int, int, int]:
-    """Widths of query, key and value in the output on one of `tensor_parallel` ranks."""
-    heads = spec.num_heads // tensor_parallel
-    kv_heads = max(1, spec.num_kv_heads // tensor_parallel)
+    """Widths of query, key and value in the output on one of `tensor_parallel` ranks.
+
+    Raises:
+        NotBuildable: the heads cannot be dealt out evenly.
+    """
+    heads, kv_heads = heads_per_rank(spec.num_heads, spec.num_kv_heads, tensor_parallel)
     return heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_head_dim

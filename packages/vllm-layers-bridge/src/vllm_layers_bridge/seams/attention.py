@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_layers_bridge.errors import NotBuildable
+from vllm_layers_bridge.errors import NotBuildable, WrongLayout
+from vllm_layers_bridge.layers.heads import heads_per_rank
 from vllm_layers_bridge.specs import AttentionSpec
 
 INTERFACE = "tf_backend"
@@ -41,7 +42,15 @@ def attention_interface(
 
     Returns:
         ([1, tokens, heads, value_head_dim], None).
+
+    Raises:
+        WrongLayout: more than one row, or keys that are not those of the queries' own tokens.
     """
+    if query.ndim != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise WrongLayout(
+            f"`{type(module).__name__}` calls attention with query {tuple(query.shape)} and key {tuple(key.shape)}; "
+            "expected [1, heads, tokens, head_dim] for both: the engine has all sequences in one row, and past keys in its cache."
+        )
     layer = getattr(module, CHILD)
     tokens = query.shape[2]
     heads, width = query.shape[1], value.shape[3]
@@ -74,13 +83,14 @@ def attach_attention(
 
     if spec.sliding_window is None and cache_config is not None and cache_config.sliding_window is not None:
         cache_config = dataclasses.replace(cache_config, sliding_window=None)
+    heads, kv_heads = heads_per_rank(spec.num_heads, spec.num_kv_heads, tensor_parallel)
     extra = {} if spec.value_head_dim == spec.head_dim else {"head_size_v": spec.value_head_dim}
     try:
         layer = Attention(
-            num_heads=spec.num_heads // tensor_parallel,
+            num_heads=heads,
             head_size=spec.head_dim,
             scale=spec.scale,
-            num_kv_heads=max(1, spec.num_kv_heads // tensor_parallel),
+            num_kv_heads=kv_heads,
             cache_config=cache_config,
             quant_config=quant_config,
             logits_soft_cap=spec.logits_soft_cap,

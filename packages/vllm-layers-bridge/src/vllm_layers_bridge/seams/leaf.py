@@ -1,7 +1,7 @@
 """The attention interface as one node: what a traced forward calls in the place of an attention function.
 
-In: meta tensors. Out: meta tensors of the shapes that an attention function gives. Planning registers it with transformers and names it as a
-leaf when it traces; fusions recognise the call by it.
+In: meta tensors. Out: meta tensors of the shapes that an attention function gives. Planning registers it with transformers and names it as
+a leaf when it traces; fusions recognise the call by it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""From a traced node to the text that made it.
+
+In: a trace, a patch of the same forward, a node. Out: spans. Raises `ast_rewrite.Refused` wherever the text is not plainly what the graph
+shows: a node made in a helper has the span of the call that led there, and replacing that call would lose the rest of the helper.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+import fx_match
+from ast_rewrite import FunctionSource, Patch, Refused, SourceSpan
+from fx_match import Guard, Trace, is_inplace
+from torch import fx
+
+_CALLED_ALIKE = frozenset({"dtype", "device", "ndim", "layout"})
+"""Properties of a tensor that all instances of a variant find the same: they were called alike."""
+
+_PLAIN = (
+    ast.BinOp, ast.Mult, ast.Call, ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.keyword,
+)  # fmt: skip
+
+
+def source_span(trace: Trace, node: fx.Node) -> SourceSpan:
+    """The span of the expression of the forward itself that made `node`."""
+    location = trace.location(node)
+    if location.span is None or location.helper_span is not None or location.function != trace.code.co_name:
+        where = f"in `{location.function}`, {location}" if location.function else "at no known place"
+        raise Refused(f"`{node.name}` was made {where}, and only the forward itself is rewritten")
+    return _own(location.span)
+
+
+def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
+    """The span of the one argument of the call at `call`."""
+    expression = patch.source.expression_at(call)
+    if not isinstance(expression, ast.Call):
+        raise Refused("there is no call where one was traced", call)
+    arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
+    if len(arguments) != 1 or isinstance(arguments[0], ast.Starred) or any(k.arg is None for k in expression.keywords):
+        raise Refused(f"the call has {len(arguments)} arguments, expected one", call)
+    return SourceSpan.of(arguments[0])
+
+
+def projection_spans(trace: Trace, patch: Patch, node: fx.Node) -> tuple[SourceSpan, SourceSpan]:
+    """The spans of ``self.name(x)`` and of its argument, for the call of a child that is to go away.
+
+    Raises Refused also where other code of the forward mentions the child and may still run.
+    """
+    require_same_forward(trace, patch)
+    span = source_span(trace, node)
+    argument = argument_span(patch, span)
+    call = patch.source.expression_at(span)
+    assert isinstance(call, ast.Call)
+    path = f"{_receiver(patch.source)}.{node.target}"
+    if ast.unparse(call.func) != path:
+        raise Refused(f"`{node.target}` is called as `{ast.unparse(call.func)}`, expected `{path}`", span)
+    _require_no_other_mention(trace, patch, call, path)
+    return span, argument
+
+
+def require_same_forward(trace: Trace, patch: Patch) -> None:
+    """Raises Refused unless the patch is of the very function that was traced."""
+    patched, traced = patch.source.function.__code__, trace.code
+    same = ("co_filename", "co_firstlineno", "co_name")
+    if any(getattr(patched, name) != getattr(traced, name) for name in same):
+        raise Refused(
+            f"the forward that runs is {traced.co_filename}:{traced.co_firstlineno}, not the one of its class"
+        )
+
+
+def is_path_known(trace: Trace) -> bool:
+    """Whether all instances of the variant run the traced path: it ended, and hung on no size or value of the sample."""
+    return trace.complete and all(_is_known_to_all(guard) for guard in trace.guards)
+
+
+def pure_calls(trace: Trace) -> Callable[[ast.Call], bool]:
+    """For edits that compute an input elsewhere: whether a call of the forward writes to none of the tensors that are traced.
+
+    What a helper did in the trace it does always, unless it asked for a size.
+    """
+    asked = [span for guard in trace.guards if not _is_known_to_all(guard) and (span := guard.span) is not None]
+    wrote = [span for node in trace.graph.nodes if is_inplace(node) and (span := trace.span(node)) is not None]
+
+    def is_pure(call: ast.Call) -> bool:
+        span = SourceSpan.of(call)
+        return trace.complete and not any(span.contains(_own(other)) for other in (*asked, *wrote))
+
+    return is_pure
+
+
+def stands_for_itself(source: FunctionSource, span: SourceSpan, inputs: tuple[SourceSpan, ...]) -> bool:
+    """Whether the expression computes the same on every path to it.
+
+    It does if, beside `inputs`, it is made of nothing but products and calls of attributes of ``self`` and of names from outside.
+    """
+    try:
+        root = source.expression_at(span)
+        skipped = [source.expression_at(given) for given in inputs]
+    except Refused:
+        return False
+    known = {_receiver(source)} | (set(source.function.__code__.co_names) - _locals(source))
+    stack: list[ast.AST] = [root]
+    while stack:
+        node = stack.pop()
+        if any(node is given for given in skipped):
+            continue
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Mult):
+            return False
+        if not isinstance(node, _PLAIN):
+            return False
+        if isinstance(node, ast.Name) and node.id not in known:
+            return False
+        stack.extend(ast.iter_child_nodes(node))
+    return True
+
+
+def _require_no_other_mention(trace: Trace, patch: Patch, call: ast.Call, path: str) -> None:
+    """A call elsewhere that was not traced is on a path that the variant never takes; any other use may run unseen."""
+    calls = {id(node.func) for node in ast.walk(patch.source.tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(patch.source.tree):
+        if not isinstance(node, ast.Attribute) or node is call.func or ast.unparse(node) != path:
+            continue
+        if id(node) not in calls:
+            raise Refused(f"the forward uses `{path}` beside calling it, and it would be gone", SourceSpan.of(node))
+        if not is_path_known(trace):
+            raise Refused(f"`{path}` is called here too, on a path that depends on the sample", SourceSpan.of(node))
+
+
+def _is_known_to_all(guard: Guard) -> bool:
+    """Whether all instances of a variant find what the guard is about the same."""
+    return guard.kind == "attribute" or (guard.kind == "value" and guard.name in _CALLED_ALIKE)
+
+
+def _own(span: fx_match.SourceSpan) -> SourceSpan:
+    return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
+
+
+def _receiver(source: FunctionSource) -> str:
+    args = source.tree.args
+    named = [*args.posonlyargs, *args.args]
+    return named[0].arg if named else ""
+
+
+def _locals(source: FunctionSource) -> set[str]:
+    code = source.function.__code__
+    return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
