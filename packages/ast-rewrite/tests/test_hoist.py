@@ -308,7 +308,17 @@ def test_global_and_captured_inputs_can_change_in_any_call(case):
     c = case("x = 1\ndef f(self):\n    y = self.a(x)\n    self.h()\n    return y + self.b(x)\n")
     with pytest.raises(Refused, match="which the code called here can rebind"):
         hoist(c)
-    c = case("def make(x):\n    def f(self):\n        y = self.a(x)\n        self.h()\n        return y + self.b(x)\n    return f\nf = make(1)\n")
+    c = case(
+        """
+        def make(x):
+            def f(self):
+                y = self.a(x)
+                self.h()
+                return y + self.b(x)
+            return f
+        f = make(1)
+        """
+    )
     with pytest.raises(Refused, match="which the code called here can rebind"):
         hoist(c)
 

@@ -113,7 +113,9 @@ def test_a_docstring_that_says_the_same_as_the_code_is_left_alone(case):
 
 
 def test_strings_over_several_lines_keep_their_value(case):
-    c = case("class C:\n    def f(self, x):\n        '''doc\n        more'''\n        return '''a\n        b''' + x\n\nf = C.f\n")
+    c = case(
+        "class C:\n    def f(self, x):\n        '''doc\n        more'''\n        return '''a\n        b''' + x\n\nf = C.f\n"
+    )
     c.patch.replace(c.at("x"), "{x} * 2", x=c.at("x"))
     assert c.run(None, "!") == "a\n        b!!"
     assert c.patch.compile().inner.__doc__ == "doc\n        more"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ast_rewrite._errors import SourceUnavailable
+from ast_rewrite._quiet import parse_quietly
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -62,7 +63,7 @@ def source_file(filename: str, module_globals: dict[str, Any] | None = None) -> 
         _parsed.move_to_end(filename)
         return known
     try:
-        tree = ast.parse("".join(lines), filename)
+        tree = parse_quietly("".join(lines), filename)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SourceUnavailable(f"{filename} does not parse as it is on disk now: {error}") from error
     parsed = SourceFile(filename, lines, frozenset(_imported(tree)))

@@ -89,7 +89,7 @@ def _require_always_evaluated(flow: Flow, span: ast.AST, statement: ast.stmt) ->
     below = chain[chain.index(statement) :]
     for parent, child in pairwise(below):
         late_context = isinstance(parent, ast.With | ast.AsyncWith) and child is not parent.items[0]
-        if late_context or runs_conditionally(parent, child):
+        if late_context or isinstance(parent, ast.While) or runs_conditionally(parent, child):
             raise Refused("an expression to be hoisted is not evaluated each time its statement runs", flow.span(span))
 
 

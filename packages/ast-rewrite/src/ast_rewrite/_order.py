@@ -63,8 +63,8 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def runs_conditionally(parent: ast.AST, child: ast.AST) -> bool:
-    """True if `parent` can be evaluated without `child`, at once and just once."""
-    if isinstance(parent, ast.If | ast.IfExp):
+    """True if `parent` can be evaluated without `child`."""
+    if isinstance(parent, ast.If | ast.IfExp | ast.While):
         return child is not parent.test
     if isinstance(parent, ast.BoolOp):
         return child is not parent.values[0]
@@ -76,4 +76,4 @@ def runs_conditionally(parent: ast.AST, child: ast.AST) -> bool:
         return child is not parent.subject
     if isinstance(parent, SCOPES):
         return not (isinstance(child, ast.expr) and child in getattr(parent, "decorator_list", ()))
-    return isinstance(parent, (ast.While, ast.Try, ast.Assert, *COMPREHENSIONS)) or type(parent).__name__ == "TryStar"
+    return isinstance(parent, (ast.Try, ast.Assert, *COMPREHENSIONS)) or type(parent).__name__ == "TryStar"

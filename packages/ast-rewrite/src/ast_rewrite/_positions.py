@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from functools import lru_cache
+from itertools import islice
 
 from ast_rewrite._shell import FUTURE_FLAGS
 from ast_rewrite._source import FunctionSource
@@ -41,10 +42,9 @@ def span_of_instruction(source: FunctionSource, code: types.CodeType, lasti: int
     known = _family(source.function.__code__).get((code.co_filename, code.co_firstlineno, code.co_name))
     if known is None:
         raise ValueError(f"{code.co_qualname} of {code.co_filename}:{code.co_firstlineno} is not of {source.qualname}")
-    positions = list(code.co_positions())
-    if lasti % 2 or not 0 <= lasti // 2 < len(positions):
-        raise ValueError(f"{lasti} is no instruction of {code.co_qualname}, which has {2 * len(positions)} bytes")
-    line, end_line, column, end_column = positions[lasti // 2]
+    if lasti % 2 or not 0 <= lasti < len(code.co_code):
+        raise ValueError(f"{lasti} is no instruction of {code.co_qualname}, which has {len(code.co_code)} bytes")
+    line, end_line, column, end_column = next(islice(code.co_positions(), lasti // 2, None), (None, None, None, None))
     if line is None:
         return None
     if column is None or end_column is None or end_line is None:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from ast_rewrite._edit import Edit
-from ast_rewrite._errors import Refused
 from ast_rewrite._files import FunctionNode
 from ast_rewrite._layout import indentation, reindent
+from ast_rewrite._quiet import parse_quietly
 from ast_rewrite._source import FunctionSource, statement_span
 from ast_rewrite._span import SourceSpan
 from ast_rewrite._template import Template, same_tree
@@ -117,7 +117,7 @@ class Rendering:
         text = self.text()
         source = "class _:\n" + text if indentation(text) else text
         try:
-            parsed = ast.parse(source).body[0]
+            parsed = parse_quietly(source, self.source.filename).body[0]
         except SyntaxError as error:
             return f"the edited text does not parse: {error.msg}: {(error.text or '').strip()!r}"
         found = parsed.body[0] if isinstance(parsed, ast.ClassDef) else parsed

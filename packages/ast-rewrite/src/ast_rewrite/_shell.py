@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from inspect import CO_NESTED, CO_OPTIMIZED
 
 from ast_rewrite._files import FunctionNode
+from ast_rewrite._quiet import compile_quietly
 
 _SHELL = "<ast-rewrite>"  # no identifier, so that it cannot meet a name of the function
 _NO_CLASS = "_"  # a class name of underscores mangles nothing
@@ -53,9 +54,7 @@ def compile_definition(
         made.lineno = made.end_lineno = first
         made.col_offset = made.end_col_offset = 0
     module = ast.Module([*imported, wrapper], [])
-    code = compile(
-        ast.fix_missing_locations(module), filename, "exec", flags=like.co_flags & FUTURE_FLAGS, dont_inherit=True
-    )
+    code = compile_quietly(ast.fix_missing_locations(module), filename, like.co_flags & FUTURE_FLAGS)
     for name in (_SHELL, shell.name, node.name):
         code = next(
             const

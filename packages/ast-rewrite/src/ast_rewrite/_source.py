@@ -221,7 +221,9 @@ def _index(function: FunctionNode) -> dict[SourceSpan, list[ast.expr]]:
     index: dict[SourceSpan, list[ast.expr]] = {}
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.expr) and not isinstance(node, ast.Slice | ast.Starred | ast.FormattedValue):
+        slices = isinstance(node, ast.Tuple) and any(isinstance(element, ast.Slice) for element in node.elts)
+        whole = isinstance(node, ast.expr) and not isinstance(node, ast.Slice | ast.Starred | ast.FormattedValue)
+        if isinstance(node, ast.expr) and whole and not slices:
             for span in {SourceSpan.of(node), *_interpreter_spans(node)}:
                 index.setdefault(span, []).append(node)
         if not isinstance(node, ast.JoinedStr):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ast_rewrite._errors import Refused
+from ast_rewrite._quiet import parse_expression_quietly, parse_quietly
 
 _HOLE = "_ast_rewrite_hole_"
 Mode = Literal["eval", "exec"]
@@ -93,8 +94,8 @@ def parse(text: str, mode: Mode, shown: str) -> list[ast.AST]:
     """Parse an expression or statements. Raises Refused, showing `shown`, if the text does not parse."""
     try:
         if mode == "eval":
-            return [ast.parse(text.strip(), mode="eval").body]
-        return list(ast.parse(text).body)
+            return [parse_expression_quietly(text.strip())]
+        return list(parse_quietly(text, "<template>").body)
     except (SyntaxError, ValueError, RecursionError) as error:
         what = "an expression" if mode == "eval" else "statements"
         raise Refused(f"{shown!r} does not parse as {what}: {error}") from error
