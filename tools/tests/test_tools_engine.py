@@ -47,7 +47,7 @@ def test_a_missing_or_foreign_entry_is_refused(tokens: tuple[int, ...]) -> None:
 def test_a_right_server_is_accepted(name: str, checkpoint: Checkpoint) -> None:
     """Chunked prefill and mixed batches (32 tokens a step), twice over, then from the prefix cache."""
     folder = checkpoint(name)
-    answer = serve(native(folder, llm_kwargs={"max_num_batched_tokens": 32}, probe=_count_parameters)).require()
+    answer = serve(native(folder, llm_kwargs={"max_num_batched_tokens": 32}, probe=_count_attention_layers)).require()
     assert len(answer.runs) == 3
     for run in answer.runs:
         report = compare_run(reference_for(folder, run), run)
@@ -56,7 +56,7 @@ def test_a_right_server_is_accepted(name: str, checkpoint: Checkpoint) -> None:
     assert answer.cached_tokens == (0, 32)
     assert [s.start for s in answer.runs[-1]] == [4, 39]
     assert answer.served_by[0].startswith("vllm.model_executor.models.")
-    assert answer.probed == (pytest.approx(sum(t.numel() for t in _weights(folder)), rel=0.35),)
+    assert answer.probed == (2,)
 
 
 @pytest.mark.engine
@@ -108,11 +108,5 @@ def test_the_environment_is_the_childs_alone(checkpoint: Checkpoint) -> None:
     assert "TF_TOOLS_EXAMPLE" not in os.environ
 
 
-def _count_parameters(model: torch.nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def _weights(folder: Path) -> list[torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return [t for p in folder.glob("*.safetensors") for t in load_file(p).values()]
+def _count_attention_layers(model: torch.nn.Module) -> int:
+    return sum(type(m).__name__ == "Attention" for m in model.modules())

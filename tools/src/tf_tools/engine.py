@@ -9,7 +9,9 @@ vLLM is imported inside functions only: everything else in this package works wi
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from tf_tools.sequences import Sequence
 
 __all__ = [
     "ENVIRONMENT",
+    "TENSOR_PARALLEL_2",
     "EngineError",
     "MissingVocabulary",
     "ServeRequest",
@@ -43,6 +46,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Set in the child before the engine is built. `ServeRequest.environment` is laid over it."""
+
+TENSOR_PARALLEL_2: Mapping[str, str] = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""For `ServeRequest.environment` beside `tensor_parallel_size=2`: one core for each rank."""
 
 
 class EngineError(RuntimeError):
@@ -66,10 +72,12 @@ class ServeRequest:
         runs: how often the same prompts are asked of the same engine, with the distributions of the prompt. vLLM reads
             no prefix cache for such requests.
         cached: ask once more, without the distributions of the prompt, so that whole blocks come from the prefix cache.
-        llm_kwargs: laid over the arguments of `vllm.LLM`; `max_num_batched_tokens=32` forces chunked prefill.
+        llm_kwargs: laid over the arguments of `vllm.LLM`; `max_num_batched_tokens=32` forces chunked prefill,
+            `tensor_parallel_size=2` needs the environment `TENSOR_PARALLEL_2` and a main module that is safe to import.
         environment: laid over `ENVIRONMENT`.
         plugins: names of vLLM plugins to load: None for all installed, () for none.
-        setup: called in the child before the engine is built.
+        setup: called in the child before the engine is built; not in tensor-parallel workers, which vLLM's CPU
+            platform spawns afresh.
         probe: called in each worker on the loaded model; what it returns must be picklable.
         timeout: seconds for everything.
     """
@@ -228,8 +236,33 @@ def _serve_here(request: ServeRequest) -> _Answers:
     if request.cached:
         run, hits = _generate(llm, request, with_prompt=False)
         runs.append(run)
-    probed = tuple(llm.apply_model(request.probe)) if request.probe is not None else ()
+    probed = tuple(llm.apply_model(_Portable(request.probe))) if request.probe is not None else ()
     return _Answers(tuple(runs), hits, tuple(llm.apply_model(_class_of)), probed)
+
+
+class _Portable:
+    """A probe that may be a lambda or a local function: vLLM sends it to tensor-parallel workers by plain pickle."""
+
+    def __init__(self, function: Callable[[torch.nn.Module], object]) -> None:
+        self._function = function
+
+    def __call__(self, model: torch.nn.Module) -> object:
+        return self._function(model)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[bytes]]:
+        import cloudpickle  # a dependency of vLLM
+
+        module = sys.modules.get(getattr(self._function, "__module__", "") or "")
+        if module is not None and not _is_importable(module.__name__):
+            cloudpickle.register_pickle_by_value(module)  # a test file, say: the worker cannot import it
+        return cloudpickle.loads, (cloudpickle.dumps(self._function),)
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _class_of(model: torch.nn.Module) -> str:
