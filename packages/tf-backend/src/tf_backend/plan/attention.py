@@ -14,6 +14,7 @@ from vllm_layers_bridge.specs import AttentionSpec
 
 from tf_backend.plan.observe import AttentionCall, Observation
 from tf_backend.plan.places import place_of_class
+from tf_backend.plan.refusals import REMEDY
 from tf_backend.plan.schema import AttentionPlan, Refusal
 
 INERT_KEYWORDS = frozenset(
@@ -23,6 +24,7 @@ INERT_KEYWORDS = frozenset(
         "use_cache",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "return_dict",
         "logits_to_keep",
     }
@@ -31,8 +33,6 @@ INERT_KEYWORDS = frozenset(
 
 EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal"})
 """Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here. The window is read from the mask."""
-
-_OWN_IMPLEMENTATION = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
 
 
 class AttentionCapabilities(Protocol):
@@ -43,6 +43,12 @@ class AttentionCapabilities(Protocol):
 
     @property
     def attention_head_sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def supports_sliding_window(self) -> bool: ...
+
+    @property
+    def supports_logits_soft_cap(self) -> bool: ...
 
 
 def plan_attention(
@@ -61,27 +67,39 @@ def plan_attention(
             plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call)))
         else:
             cls = type(model.get_submodule(call.module))
-            refusals.append(
-                Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), _OWN_IMPLEMENTATION)
-            )
+            refusals.append(Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), REMEDY))
     return tuple(plans), _merged(refusals)
 
 
 def _problem(call: AttentionCall, tokens: int, capabilities: AttentionCapabilities) -> str | None:
     """Why the engine cannot compute this call, as a verb phrase; None when it can."""
     head_dim, value_dim = call.query[-1], call.value[-1]
+    if not _has_layout(call, tokens):
+        shapes = ", ".join(str(tuple(size)) for size in (call.query, call.key, call.value))
+        return f"attends with queries, keys and values of {shapes}, which are not one row of {tokens} tokens"
     if call.mask.kind == "bidirectional":
         return "attends to later tokens, as an encoder does; only causal attention is served yet"
     if call.mask.kind not in {"full", "sliding"}:
         return f"attends under a mask that no attention layer of the engine takes: {call.mask.reason or call.mask}"
-    if call.key[2] != tokens:
-        return "attends to other keys than those of its own tokens"
     if value_dim != head_dim:
         return f"has value heads of {value_dim} beside key heads of {head_dim}, which is not served yet"
     if head_dim not in capabilities.attention_head_sizes:
         sizes = ", ".join(str(size) for size in capabilities.attention_head_sizes)
         return f"has heads of {head_dim}; the attention of {capabilities.name} takes {sizes}"
+    if call.mask.kind == "sliding" and not capabilities.supports_sliding_window:
+        return f"attends within a window of {call.mask.size}; the attention of {capabilities.name} has no windows"
+    if call.keywords.get("softcap") and not capabilities.supports_logits_soft_cap:
+        return f"caps its attention scores; the attention of {capabilities.name} does not"
     return _keyword_problem(call)
+
+
+def _has_layout(call: AttentionCall, tokens: int) -> bool:
+    """Query [1, heads, tokens, head_dim], key and value [1, kv heads, tokens, ...], query heads in equal groups."""
+    query, key, value = call.query, call.key, call.value
+    if not len(query) == len(key) == len(value) == 4:
+        return False
+    is_one_row = all(size[0] == 1 and size[2] == tokens for size in (query, key, value))
+    return is_one_row and key[3] == query[3] and key[1] == value[1] and key[1] > 0 and query[1] % key[1] == 0
 
 
 def _keyword_problem(call: AttentionCall) -> str | None:

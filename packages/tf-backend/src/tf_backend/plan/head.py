@@ -6,18 +6,31 @@ bias are read from the graph; no config name is looked at.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection, Iterable
+
 import torch
 from fx_match import Trace, canonical
 from torch import fx
 from transformers import PreTrainedModel
 from vllm_layers_bridge.specs import HeadLinearSpec
 
+from tf_backend.plan.modules import plain_layer
 from tf_backend.plan.places import place_of_class, place_of_line
+from tf_backend.plan.refusals import REMEDY
 from tf_backend.plan.schema import HeadPlan, HeadStep, Place, Refusal
+
+HIDDEN = "last_hidden_state"
+"""Entry of a decoder's output that the engine hands to the head."""
+
+ENGINE_INPUTS = ("input_ids", "position_ids")
+"""Arguments with which the engine calls the decoder."""
+
+_ANY_VALUE = frozenset({"use_cache", "return_dict"})
+"""Arguments for which the engine passes values of its own."""
 
 _ARITHMETIC = frozenset({"mul", "div", "add", "sub"})
 _UNARY = frozenset({"tanh", "neg"})
-_REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
 
 
 class _CannotCarry(Exception):
@@ -27,8 +40,15 @@ class _CannotCarry(Exception):
         self.node = node
 
 
-def plan_head(model: PreTrainedModel, base: str, trace: Trace) -> HeadPlan | Refusal:
-    """Read the head of `model` from the trace of its forward; `base` is the name of the decoder, e.g. ``model``."""
+def plan_head(model: PreTrainedModel, trace: Trace, attending: Collection[str]) -> tuple[str, HeadPlan] | Refusal:
+    """Read the head of `model` from the trace of its forward.
+
+    Args:
+        attending: names of the modules that call attention; the decoder is the module that the head calls and that holds them all.
+
+    Returns:
+        The full name of the decoder, e.g. ``model``, and the head; or why it cannot be carried over.
+    """
     place = place_of_class(type(model))
     try:
         if (
@@ -39,21 +59,28 @@ def plan_head(model: PreTrainedModel, base: str, trace: Trace) -> HeadPlan | Ref
             why = f"its forward could not be followed: {trace.stop}" if trace.stop else "it returns no `logits`"
             raise _CannotCarry(why)
         projection = _projection_name(model)
-        after, linear = _walk(trace, trace.output["logits"], projection)
-        before, _ = _walk(trace, _argument(linear), base)
-        return HeadPlan(tuple(before), _spec(model, projection), tuple(after), place)
+        after, linear = _walk(trace, trace.output["logits"])
+        if linear.target != projection:
+            raise _CannotCarry(f"its logits come from `{linear.target}` and not from `{projection}`", linear)
+        before, decoder = _walk(trace, _argument(linear))
+        base = str(decoder.target)
+        if not attending or not all(name.startswith(f"{base}.") for name in attending):
+            raise _CannotCarry(f"it calls `{base}` between the decoder and the logits", decoder)
+        _check_inputs(model, decoder)
+        return base, HeadPlan(tuple(before), _spec(model, projection), tuple(after), place)
     except _CannotCarry as problem:
         return Refusal(
             f"the head of `{type(model).__name__}` cannot be carried over: {problem.reason}",
             "",
             _place_of(trace, problem.node) or place,
-            _REMEDY,
+            REMEDY,
         )
 
 
 def _projection_name(model: PreTrainedModel) -> str:
     projection = model.get_output_embeddings()
-    for name, module in model.named_modules():
+    modules: Iterable[tuple[str, torch.nn.Module]] = model.named_modules()
+    for name, module in modules:
         if module is projection and type(module) is torch.nn.Linear:
             return name
     raise _CannotCarry("it has no plain linear as its output embeddings")
@@ -65,15 +92,15 @@ def _spec(model: PreTrainedModel, name: str) -> HeadLinearSpec:
     embedding = model.get_input_embeddings()
     is_tied = getattr(embedding, "weight", None) is linear.weight
     tied_to = next(n for n, m in model.named_modules() if m is embedding) if is_tied else None
-    if tied_to is not None and type(embedding) is not torch.nn.Embedding:
+    if tied_to is not None and plain_layer(model, tied_to, embedding) is None:
         tied_to = None  # an embedding that scales stays as it is: the head then holds a copy of its weight
     return HeadLinearSpec(name, linear.out_features, linear.in_features, linear.bias is not None, tied_to)
 
 
-def _walk(trace: Trace, node: fx.Node, target: str) -> tuple[list[HeadStep], fx.Node]:
-    """Steps from the call of child `target` down to `node`, in order of execution."""
+def _walk(trace: Trace, node: fx.Node) -> tuple[list[HeadStep], fx.Node]:
+    """The nearest call of a child above `node`, and the steps from there down to it, in order of execution."""
     steps: list[HeadStep] = []
-    while not (node.op == "call_module" and node.target == target):
+    while node.op != "call_module":
         step, source = _step(trace, node)
         if step is not None:
             steps.append(step)
@@ -84,8 +111,6 @@ def _walk(trace: Trace, node: fx.Node, target: str) -> tuple[list[HeadStep], fx.
 def _step(trace: Trace, node: fx.Node) -> tuple[HeadStep | None, fx.Node]:
     """One operation of a single value, and that value; no step where it changes nothing."""
     inputs = node.all_input_nodes
-    if node.op == "call_module":
-        raise _CannotCarry(f"it calls `{node.target}` between the decoder and the logits", node)
     if node.op not in {"call_function", "call_method"} or len(inputs) != 1:
         raise _CannotCarry(f"`{node.name}` is computed from {len(inputs)} values", node)
     source = inputs[0]
@@ -125,9 +150,33 @@ def _is_unchanged(trace: Trace, node: fx.Node, source: fx.Node) -> bool:
     new, old = trace.value(node), trace.value(source)
     name = canonical(node)
     if name in {"getitem", "getattr"} and not isinstance(old, torch.Tensor):
+        if node.args[1] != HIDDEN:
+            raise _CannotCarry(f"it reads `{node.args[1]}` of the decoder's output and not `{HIDDEN}`", node)
         return True
     is_view = name in {"getitem", "contiguous", "slice"}
     return is_view and isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and new.shape == old.shape
+
+
+def _check_inputs(model: PreTrainedModel, decoder: fx.Node) -> None:
+    """The engine calls the decoder with tokens and their positions alone: the head must do nothing else."""
+    base = model.get_submodule(str(decoder.target))
+    signature = inspect.signature(base.forward)
+    bound = signature.bind(*decoder.args, **decoder.kwargs)
+    passed = dict(bound.arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            passed.update(passed.pop(parameter.name, {}))
+    for name, value in passed.items():
+        is_own_input = isinstance(value, fx.Node) and value.op == "placeholder" and value.target == name
+        if not (name in ENGINE_INPUTS and is_own_input) and not (
+            value is None or (value is False or name in _ANY_VALUE)
+        ):
+            raise _CannotCarry(
+                f"it passes `{name}` to `{decoder.target}`; the engine passes tokens and positions alone", decoder
+            )
+    missing = [name for name in ENGINE_INPUTS if name not in passed]
+    if missing:
+        raise _CannotCarry(f"it does not pass `{missing[0]}` on to `{decoder.target}`", decoder)
 
 
 def _argument(node: fx.Node) -> fx.Node:

@@ -19,7 +19,8 @@ from vllm_layers_bridge.specs import (
 )
 
 from tf_backend.plan.observe import Observation
-from tf_backend.plan.schema import ModulePlan, WeightRule
+from tf_backend.plan.schema import Action, ModulePlan, WeightRule
+from tf_backend.plan.sharing import tied_copies
 from tf_backend.plan.variants import VariantTable
 
 
@@ -49,7 +50,7 @@ def plan_modules(
         outcome = table.outcome(module, seen.calls[name], ModuleFacts(name, attention.get(name, ())))
         built = outcome.built
         replaces = any(fusion.replaces_module for fusion in built.applied)
-        action = "replace" if replaces else "rewrite" if built.applied else "keep"
+        action: Action = "replace" if replaces else "rewrite" if built.applied else "keep"
         plans.append(ModulePlan(name, action, built.variant.id, outcome.layers))
         if replaces:
             taken.add(name)
@@ -83,7 +84,11 @@ def consumed_children(layer: LayerSpec) -> tuple[str, ...]:
 
 
 def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple[WeightRule, ...]:
-    """One rule for each parameter and persistent buffer of the model as transformers saves it; tied copies have none."""
+    """Rules for each parameter and persistent buffer of the model as transformers saves it.
+
+    A tied parameter is stored once, under the first of its names, and loaded into each place that holds it: applying a plan gives
+    every place a tensor of its own, but for a head that the engine ties to the embedding.
+    """
     merged: dict[str, tuple[str, str | int | None]] = {}
     for plan in plans:
         for layer in plan.layers:
@@ -94,30 +99,24 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     held = model.state_dict().keys()
     tensors = dict(model.named_parameters())
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
-    untied = _copies_for_head(model, plans)
+    copies = tied_copies(model)
+    shared = _shared_by_engine(plans)
     for name, tensor in tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        target, shard = merged.get(owner, (owner, None))
-        rules.append(WeightRule(name, f"{target}.{leaf}" if target else leaf, shard, tuple(tensor.shape)))
-        if name in untied:
-            rules.append(WeightRule(name, untied[name], None, tuple(tensor.shape)))
+        for place in (name, *copies.get(name, ())):
+            owner, _, leaf = place.rpartition(".")
+            if place != name and leaf == "weight" and owner in shared:
+                continue
+            target, shard = merged.get(owner, (owner, None))
+            rules.append(WeightRule(name, f"{target}.{leaf}" if target else leaf, shard, tuple(tensor.shape)))
     return tuple(rules)
 
 
-def _copies_for_head(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> dict[str, str]:
-    """The embedding's weight -> the head's, where they are tied and the head still has a tensor of its own."""
-    for plan in plans:
-        for layer in plan.layers:
-            if isinstance(layer, HeadLinearSpec) and layer.tied_to is None:
-                embedding = model.get_input_embeddings()
-                head = model.get_submodule(plan.name)
-                if getattr(embedding, "weight", None) is head.weight:
-                    name = next(n for n, m in model.named_modules() if m is embedding)
-                    return {f"{name}.weight": f"{plan.name}.weight"}
-    return {}
+def _shared_by_engine(plans: tuple[ModulePlan, ...]) -> frozenset[str]:
+    """Modules whose weight the engine shares with the embedding when the plan is applied: nothing is loaded into them."""
+    heads = (layer for plan in plans for layer in plan.layers if isinstance(layer, HeadLinearSpec))
+    return frozenset(head.name for head in heads if head.tied_to is not None)
 
 
 def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Names in a state dict that are copies of another parameter: a checkpoint may hold them and they are not wanted."""
-    unique = dict(model.named_parameters())
-    return tuple(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in unique)
+    return tuple(name for names in tied_copies(model).values() for name in names)

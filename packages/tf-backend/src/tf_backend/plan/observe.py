@@ -10,10 +10,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -26,15 +28,33 @@ from tf_backend.plan.mixing import Mixing, MixingDetector
 OBSERVER = "tf_backend_observe"
 """Name under which the observing attention function is registered with transformers."""
 
+_NOT_MODELING = (
+    *(str(Path(str(package.__file__)).parent) for package in (torch, transformers)),
+    str(Path(__file__).parent),
+)
+_MODELS = str(Path(str(transformers.__file__)).parent / "models")
+
 _PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
 
 
 @dataclass(slots=True)
 class ModuleCall:
-    """The first call of a module: positional and keyword arguments, tensors on meta."""
+    """The first call of a module: positional and keyword arguments, tensors on meta.
+
+    `signatures` holds how it was called each time, without sizes: more than one if it was not called alike.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    signatures: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.signatures.add(self.signature)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """How this call was made."""
+        return call_signature(self.args, self.kwargs)
 
 
 @dataclass(slots=True)
@@ -57,6 +77,7 @@ class Failure:
     module: str
     file: str
     line: int
+    python_module: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,32 +86,62 @@ class Observation:
 
     tokens: int
     calls: dict[str, ModuleCall] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
     failure: Failure | None = None
 
 
+def is_modeling_code(file: str) -> bool:
+    """Whether `file` is a model's own: one of transformers' models, or code from outside torch, transformers and this package."""
+    return file.startswith(_MODELS) or not file.startswith((*_NOT_MODELING, "<"))
+
+
 def observe(model: PreTrainedModel) -> Observation:
-    """Run `model` once on meta with one row of tokens and their positions; never raises for what the model does."""
-    return _Observer(model).run()
+    """Run `model` on meta with one row of tokens and their positions; never raises for what the model does.
+
+    Where tokens seem to mix, a second run with another number of them tells a token axis from a size that happens to look like one.
+    """
+    first, second = token_counts(model)
+    seen = _Observer(model, first).run()
+    if seen.mixing:
+        again = {(mixing.op, mixing.module, mixing.why) for mixing in _Observer(model, second).run().mixing}
+        seen.mixing = [mixing for mixing in seen.mixing if (mixing.op, mixing.module, mixing.why) in again]
+    return seen
 
 
-def token_count(model: nn.Module) -> int:
-    """A prime that is no size in `model`, so that an axis of this length is the token axis."""
+def token_counts(model: nn.Module) -> tuple[int, int]:
+    """Two primes that divide no size in `model`, so that an axis whose length is a multiple of one is the token axis."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    return next(p for p in _PRIMES if not any(size % p == 0 for size in sizes if size))
+    free = (p for p in _PRIMES if not any(size % p == 0 for size in sizes if size))
+    return next(free), next(free)
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """How a module was called, without sizes: tensors by rank and type, plain values by value, objects by class."""
+    return (_shape_of(args), _shape_of(dict(sorted(kwargs.items()))))
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.ndim, str(value.dtype))
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *(_shape_of(item) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _shape_of(item)) for key, item in value.items()))
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    return type(value).__qualname__
 
 
 class _Observer:
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         self.model = model
         self.names = {id(module): name for name, module in model.named_modules()}
         self.stack: list[str] = []
         self.masks: dict[int, tuple[torch.Tensor, MaskKind]] = {}
         self.longest = 2 * int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8192)
         self.longest = min(max(self.longest, 2048), 600_000)
-        self.seen = Observation(tokens=token_count(model))
+        self.seen = Observation(tokens=tokens)
 
     def run(self) -> Observation:
         tokens = torch.zeros((1, self.seen.tokens), dtype=torch.long, device="meta")
@@ -112,8 +163,8 @@ class _Observer:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             name = self.names[id(module)]
             self.stack.append(name)
-            self.seen.calls.setdefault(name, ModuleCall(args, dict(kwargs)))
-            self.seen.order.append(name)
+            call = ModuleCall(args, dict(kwargs))
+            self.seen.calls.setdefault(name, call).signatures.add(call.signature)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.stack.pop()
@@ -155,12 +206,10 @@ class _Observer:
         return attention_leaf(module, query, key, value)
 
     def _failure(self, error: Exception) -> Failure:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if "/models/" in f.filename and "transformers" in f.filename] or [
-            f for f in frames if "transformers" in f.filename
-        ]
-        frame = (own or list(frames))[-1]
-        return Failure(error, self._current(), frame.filename, frame.lineno or 0)
+        frames = list(traceback.walk_tb(error.__traceback__))
+        modeling = [(frame, line) for frame, line in frames if is_modeling_code(frame.f_code.co_filename)]
+        frame, line = (modeling or frames)[-1]
+        return Failure(error, self._current(), frame.f_code.co_filename, line, frame.f_globals.get("__name__"))
 
 
 @contextmanager
@@ -170,15 +219,27 @@ def observing(model: PreTrainedModel, attention: Callable[..., Any], mask: Calla
     ALL_MASK_ATTENTION_FUNCTIONS.register(OBSERVER, mask)
     before = model.config._attn_implementation
     model.config._attn_implementation = OBSERVER
-    # The engine never packs sequences into one row for transformers: this check would read positions, which meta has not.
-    packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     try:
-        with packed:
+        with _unpadded():
             yield
     finally:
         model.config._attn_implementation = before
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             type(registry)._global_mapping.pop(OBSERVER, None)
+
+
+@contextmanager
+def _unpadded() -> Iterator[None]:
+    """What transformers would learn from the data of the one row that it is given: it is not packed, and nothing is padding."""
+    overlay = masking_utils.chunked_overlay
+    with (
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
+        mock.patch.object(
+            masking_utils, "chunked_overlay", lambda size, _: overlay(size, torch.zeros(1, dtype=torch.int))
+        ),
+        mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", return_value=None),
+    ):
+        yield
 
 
 def observing_mask(*, q_length: int, kv_length: int, **_: Any) -> torch.Tensor:

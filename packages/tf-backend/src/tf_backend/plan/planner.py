@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import transformers
 from ast_rewrite import CompiledRewrite
-from fx_match import LeafCall, Trace, trace
+from fx_match import LeafCall, trace
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from vllm_layers_bridge.fusions.protocol import Fusion
@@ -24,12 +25,21 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
 from tf_backend.plan.attention import plan_attention, specs_by_module
+from tf_backend.plan.conversions import conversion_refusals
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
-from tf_backend.plan.refusals import expert_refusals, kind_refusals, layer_refusals, run_refusals
+from tf_backend.plan.refusals import (
+    expert_refusals,
+    failure_refusals,
+    kind_refusals,
+    layer_refusals,
+    mixing_refusals,
+    option_refusals,
+)
 from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Provenance, Refusal
+from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.variants import VariantTable
 
 PACKAGES = ("fx-match", "ast-rewrite", "vllm-layers-bridge", "moe-runner", "tf-backend")
@@ -58,22 +68,20 @@ def make_plan(
         capabilities: what the platform's layers take; recorded or shipped, see `tf_backend.capabilities`.
         fusions: in order of priority; those installed when None.
     """
+    refusals = list(kind_refusals(model))
+    if refusals:
+        return _refused(model, parallel, capabilities, refusals)
     seen = observe(model)
-    base = _base_name(model)
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
-    refusals: list[Refusal] = [
-        *kind_refusals(model, parallel),
-        *expert_refusals(model, seen),
-        *run_refusals(model, seen),
-        *layer_refusals(model, layers, seen),
-        *attention_refusals,
-    ]
+    refusals += _run_refusals(model, layers, seen, attention_refusals)
+    refusals += option_refusals(model, parallel)
+    base, head = _base_name(model), None
     table = VariantTable(installed_fusions() if fusions is None else fusions)
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
-        head = _plan_head(model, base, seen, refusals)
-        specs = specs_by_module(attention)
-        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
+        if not refusals:  # a model that is refused already need not have a head that can be followed
+            base, head = _plan_head(model, base, seen, refusals)
+        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs_by_module(attention))
     plan = Plan(
         provenance=_provenance(model, parallel, capabilities),
         base=base,
@@ -90,20 +98,61 @@ def make_plan(
         plan,
         {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None},
         tied_names(model),
-        tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_obsolete_buffers(plan)),
     )
 
 
-def _plan_head(model: PreTrainedModel, base: str, seen: Observation, refusals: list[Refusal]) -> HeadPlan | None:
-    call = seen.calls.get("")
-    if refusals or call is None:
-        return None  # a model that is refused already need not have a head that can be followed
-    traced: Trace = trace(model, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
-    head = plan_head(model, base, traced)
-    if isinstance(head, Refusal):
-        refusals.append(head)
-        return None
-    return head
+def _obsolete_buffers(plan: Plan) -> tuple[str, ...]:
+    """Patterns of buffers that old checkpoints hold in every layer and that the model now computes once."""
+    return tuple(sorted({rf"(^|\.){re.escape(leaf)}$" for leaf in map(_rotary_leaf, plan.buffers) if leaf}))
+
+
+def _rotary_leaf(name: str) -> str:
+    """``rotary_emb.inv_freq`` of a full name that ends so."""
+    owner, leaf = name.split(".")[-2:] if "." in name else ("", name)
+    return f"{owner}.{leaf}" if leaf == "inv_freq" else ""
+
+
+def _refused(
+    model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, refusals: list[Refusal]
+) -> Planned:
+    """The plan of a model of another kind: it holds the reason and nothing else."""
+    plan = Plan(
+        provenance=_provenance(model, parallel, capabilities),
+        base=_base_name(model),
+        layers="",
+        variants=(),
+        modules=(),
+        attention=(),
+        head=None,
+        weights=(),
+        buffers=(),
+        refusals=tuple(refusals),
+    )
+    return Planned(plan, {}, (), ())
+
+
+def _run_refusals(
+    model: PreTrainedModel, layers: str, seen: Observation, attention: tuple[Refusal, ...]
+) -> list[Refusal]:
+    """What the run showed; that it ended early, or that layers lack attention, is told only where nothing explains it."""
+    experts, blocks = expert_refusals(model, seen)
+    found = [*experts, *mixing_refusals(model, seen, blocks), *attention]
+    found = found or list(failure_refusals(model, seen)) or list(layer_refusals(model, layers, seen))
+    return [*found, *sharing_refusals(model), *conversion_refusals(model)]
+
+
+def _plan_head(
+    model: PreTrainedModel, base: str, seen: Observation, refusals: list[Refusal]
+) -> tuple[str, HeadPlan | None]:
+    """The decoder's name and the head; a refusal is added where it cannot be carried over."""
+    call = seen.calls[""]
+    traced = trace(model, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
+    found = plan_head(model, traced, {attention.module for attention in seen.attention})
+    if isinstance(found, Refusal):
+        refusals.append(found)
+        return base, None
+    return found
 
 
 def _base_name(model: PreTrainedModel) -> str:

@@ -1,6 +1,7 @@
 """Why a model cannot be served: everything that would give wrong numbers if it ran, found before anything is built.
 
-In: a model, its observation. Out: refusals. Each names what was found, the module, the line and what to do.
+In: a model, its observation. Out: refusals, what matters most first. Each names what was found, the module, the line and what to do. What
+only follows from another refusal is left out.
 """
 
 from __future__ import annotations
@@ -15,24 +16,30 @@ from tf_backend.plan.observe import Observation
 from tf_backend.plan.places import place_of_class, place_of_line
 from tf_backend.plan.schema import Parallel, Refusal
 
-_REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
+REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
 
 
-def kind_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusal]:
-    """Kinds of models and options that are not served yet, told by structure and config."""
+def kind_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
+    """Kinds of models that are not served yet, told by structure and config: they are not looked into any further."""
     config = model.config
     name = type(model).__name__
     place = place_of_class(type(model))
-    if getattr(config, "quantization_config", None) is not None:
+    if _is_multimodal(model):
+        yield Refusal(f"`{name}` is a multimodal model, which is not served yet", "", place, REMEDY)
+    elif getattr(config, "is_encoder_decoder", False):
+        yield Refusal(f"`{name}` is an encoder-decoder model, which is not served yet", "", place, REMEDY)
+    elif model.get_output_embeddings() is None:
+        yield Refusal(f"`{name}` has no language-model head: pooling models are not served yet", "", place, REMEDY)
+
+
+def option_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusal]:
+    """What was asked for, or how the checkpoint is stored, and not what the model is."""
+    name = type(model).__name__
+    place = place_of_class(type(model))
+    if getattr(model.config, "quantization_config", None) is not None:
         yield Refusal(
             f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
         )
-    if config.get_text_config() is not config:
-        yield Refusal(f"`{name}` is a multimodal model, which is not served yet", "", place, _REMEDY)
-    if getattr(config, "is_encoder_decoder", False):
-        yield Refusal(f"`{name}` is an encoder-decoder model, which is not served yet", "", place, _REMEDY)
-    if model.get_output_embeddings() is None:
-        yield Refusal(f"`{name}` has no language-model head: pooling models are not served yet", "", place, _REMEDY)
     if parallel != Parallel():
         found = f"tensor parallel {parallel.tensor}, pipeline parallel {parallel.pipeline}"
         yield Refusal(
@@ -40,71 +47,100 @@ def kind_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusa
         )
 
 
-def expert_refusals(model: PreTrainedModel, seen: Observation) -> Iterator[Refusal]:
-    """Sparse mixture-of-experts blocks, one refusal per class."""
+def _is_multimodal(model: PreTrainedModel) -> bool:
+    modalities = getattr(model, "input_modalities", "text")
+    taken = {modalities} if isinstance(modalities, str) else set(modalities)
+    return model.config.get_text_config() is not model.config or not taken <= {"text"}
+
+
+def expert_refusals(model: PreTrainedModel, seen: Observation) -> tuple[list[Refusal], tuple[str, ...]]:
+    """Sparse mixture-of-experts blocks, one refusal per class; and the names of all such blocks."""
     classes: set[type[nn.Module]] = set()
+    refusals: list[Refusal] = []
+    blocks: list[str] = []
     for name, module in model.named_modules():
         call = seen.calls.get(name)
         block = moe_runner.recognize(module, call.args if call else (), call.kwargs if call else {})
-        if block is None or type(module) in classes:
+        if block is None:
             continue
-        classes.add(type(module))
-        yield Refusal(
-            f"`{type(module).__name__}` is a sparse mixture-of-experts block ({block.describe()}), which is not served yet",
-            name,
-            place_of_class(type(module)),
-            _REMEDY,
-        )
+        blocks.append(name)
+        if type(module) not in classes:
+            classes.add(type(module))
+            refusals.append(
+                Refusal(
+                    f"`{type(module).__name__}` is a sparse mixture-of-experts block ({block.describe()}), which is not served "
+                    "yet",
+                    name,
+                    place_of_class(type(module)),
+                    REMEDY,
+                )
+            )
+    return refusals, tuple(blocks)
 
 
-def run_refusals(model: PreTrainedModel, seen: Observation) -> Iterator[Refusal]:
-    """What the run on meta showed: that it cannot be followed, or that tokens mix outside attention."""
-    if seen.failure is not None:
-        failure = seen.failure
-        owner = model.get_submodule(failure.module)
-        place = place_of_line(type(owner).__module__, failure.file, failure.line)
-        first_line = str(failure.error).split("\n", 1)[0][:200]
-        yield Refusal(
-            f"`{type(owner).__name__}` cannot be followed without data: {type(failure.error).__name__}: {first_line}",
-            failure.module,
-            place,
-            _REMEDY,
-        )
+def mixing_refusals(model: PreTrainedModel, seen: Observation, blocks: tuple[str, ...] = ()) -> Iterator[Refusal]:
+    """Classes that mix tokens outside attention; not inside `blocks`, which are refused already."""
     classes: set[type[nn.Module]] = set()
     for mixing in seen.mixing:
-        cls = type(model.get_submodule(mixing.module))
-        if cls in classes:
+        name = _owner(model, mixing.module)
+        cls = type(model.get_submodule(name))
+        if cls in classes or _is_inside(name, blocks):
             continue
         classes.add(cls)
         yield Refusal(
             f"`{cls.__name__}` mixes tokens outside the attention interface: {mixing.why} (`{mixing.op}`). Run in the engine it "
             "would mix requests, or lose the state that it carries from token to token; recurrent layers and attention written "
             "out by hand are not served yet",
-            mixing.module,
-            place_of_class(cls),
-            _REMEDY,
+            name,
+            mixing.place or place_of_class(cls),
+            REMEDY,
         )
+
+
+def failure_refusals(model: PreTrainedModel, seen: Observation) -> Iterator[Refusal]:
+    """That the run on meta ended early."""
+    if seen.failure is None:
+        return
+    failure = seen.failure
+    owner = model.get_submodule(failure.module)
+    first_line = str(failure.error).split("\n", 1)[0][:200]
+    yield Refusal(
+        f"`{type(owner).__name__}` cannot be followed without data: {type(failure.error).__name__}: {first_line}",
+        failure.module,
+        place_of_line(failure.python_module or type(owner).__module__, failure.file, failure.line),
+        REMEDY,
+    )
 
 
 def layer_refusals(model: PreTrainedModel, layers: str, seen: Observation) -> Iterator[Refusal]:
     """Decoder layers that never call the attention interface."""
     if not layers:
-        if seen.failure is None:
-            yield Refusal(
-                f"`{type(model).__name__}` has no list of decoder layers that call the attention interface",
-                "",
-                place_of_class(type(model)),
-                _REMEDY,
-            )
+        yield Refusal(
+            f"`{type(model).__name__}` has no list of decoder layers that call the attention interface",
+            "",
+            place_of_class(type(model)),
+            REMEDY,
+        )
         return
     calling = {call.module for call in seen.attention}
     for index, layer in enumerate(model.get_submodule(layers).children()):
         prefix = f"{layers}.{index}"
-        if seen.failure is None and not any(name == prefix or name.startswith(f"{prefix}.") for name in calling):
+        if not any(name == prefix or name.startswith(f"{prefix}.") for name in calling):
             yield Refusal(
                 f"`{type(layer).__name__}` {index} does not call the attention interface",
                 prefix,
                 place_of_class(type(layer)),
-                _REMEDY,
+                REMEDY,
             )
             return
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    """The module itself, or the nearest above it that is not torch's own: the one whose author wrote the line."""
+    while name and type(model.get_submodule(name)).__module__.startswith("torch."):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _is_inside(name: str, blocks: tuple[str, ...]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)

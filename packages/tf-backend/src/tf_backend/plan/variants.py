@@ -80,7 +80,7 @@ class VariantTable:
                     match = traced.matches[fusion.name]
                     fusion.check(match, module, facts)
                     layers.extend(fusion.layers(match, module, facts))
-                if built not in self._order:
+                if all(built.variant.id != known.variant.id for known in self._order):
                     self._order.append(built)
                 return Outcome(built, tuple(layers))
             except NotFusable as problem:
@@ -91,7 +91,7 @@ class VariantTable:
         return self._find(module, call).trace
 
     def _find(self, module: nn.Module, call: ModuleCall) -> Traced:
-        signature = (tuple(module._modules), call_signature(call))
+        signature = (tuple(module._modules), call.signature, len(call.signatures) > 1)
         known = self._traced.setdefault(type(module), [])
         for traced in known:
             if traced.signature == signature and agrees(module, traced.trace):
@@ -99,7 +99,10 @@ class VariantTable:
         new = Traced(trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)]), signature)
         for fusion in self.fusions:
             found = fusion.match(new.trace)
-            if isinstance(found, Match):
+            doubt = _doubt(fusion, new.trace, call) if isinstance(found, Match) else None
+            if doubt is not None:
+                new.misses[fusion.name] = doubt
+            elif isinstance(found, Match):
                 new.matches[fusion.name] = found
             elif fusion.is_candidate(new.trace):
                 new.misses[fusion.name] = miss_record(fusion.name, found, new.trace)
@@ -115,7 +118,7 @@ class VariantTable:
 def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str, str]) -> Built:
     cls = traced.trace.module_class
     place = place_of_class(cls)
-    misses = [record for name, record in traced.misses.items() if not traced.matches]
+    misses = [record for record in traced.misses.values() if not traced.matches]
     misses += [MissRecord(name, reason, place) for name, reason in excluded.items()]
     chosen = [fusion for fusion in fusions if fusion.name in traced.matches and fusion.name not in excluded]
     whole = next((fusion for fusion in chosen if fusion.replaces_module), None)
@@ -150,12 +153,12 @@ def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str
         trace=TraceRecord(len(traced.trace.graph.nodes), traced.trace.complete, _stop(traced.trace)),
         fusions=tuple(records),
         misses=tuple(misses),
-        source_sha256=rewrite.source_sha256 if rewrite else None,
+        source_sha256=rewrite.source_sha256 if rewrite else _source_hash(cls),
         rewritten=rewrite.text if rewrite else None,
         rewritten_sha256=rewrite.sha256 if rewrite else None,
         diff=patch.diff() if rewrite and patch else None,
     )
-    return Built(_with_id(variant, traced.signature), tuple(applied), rewrite)
+    return Built(_with_id(variant, _without_types(traced.signature)), tuple(applied), rewrite)
 
 
 def _patched(traced: Traced, fusions: Sequence[Fusion]) -> Patch:
@@ -166,11 +169,43 @@ def _patched(traced: Traced, fusions: Sequence[Fusion]) -> Patch:
     return patch
 
 
+def _doubt(fusion: Fusion, seen: Trace, call: ModuleCall) -> MissRecord | None:
+    """Why a match on this one path says too little to put a layer in the place of the whole module; edits of the text keep all paths."""
+    if not fusion.replaces_module:
+        return None
+    branch = next((guard for guard in seen.guards if guard.kind != "attribute" and guard.outcome is not None), None)
+    if branch is not None:
+        place = place_of_class(seen.module_class)
+        if branch.span is not None:
+            place = place_of_line(seen.module_class.__module__, seen.code.co_filename, branch.span.lineno)
+        return MissRecord(
+            fusion.name, f"its forward takes another path unless `{branch.expr}` is {branch.outcome}", place
+        )
+    if len(call.signatures) > 1:
+        return MissRecord(fusion.name, "it is called in different ways", place_of_class(seen.module_class))
+    return None
+
+
+def _source_hash(cls: type[nn.Module]) -> str | None:
+    """Hash of the source of the forward; None where there is no source."""
+    try:
+        return FunctionSource.of(cls.forward).sha256
+    except RewriteError:
+        return None
+
+
 def _with_id(variant: Variant, signature: tuple[Any, ...]) -> Variant:
     import msgspec
 
     digest = hashlib.sha256(msgspec.json.encode(variant) + repr(signature).encode()).hexdigest()[:12]
     return msgspec.structs.replace(variant, id=f"{variant.class_name}-{digest}")
+
+
+def _without_types(signature: Any) -> Any:
+    """A call signature without the types of its tensors: a plan is the same for every type that takes the same path."""
+    if isinstance(signature, tuple):
+        return signature[:2] if signature[:1] == ("tensor",) else tuple(_without_types(part) for part in signature)
+    return signature
 
 
 def _guards(seen: Trace) -> Iterator[GuardRecord]:
@@ -203,23 +238,6 @@ def miss_record(fusion: str, miss: Miss, seen: Trace) -> MissRecord:
     if span is not None:
         place = place_of_line(seen.module_class.__module__, seen.code.co_filename, span.lineno)
     return MissRecord(fusion, miss.reason, place)
-
-
-def call_signature(call: ModuleCall) -> tuple[Any, ...]:
-    """How a module was called, without sizes: tensors by rank and type, plain values by value, objects by class."""
-    return (_shape_of(call.args), _shape_of(dict(sorted(call.kwargs.items()))))
-
-
-def _shape_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.ndim, str(value.dtype))
-    if isinstance(value, tuple | list):
-        return (type(value).__name__, *(_shape_of(item) for item in value))
-    if isinstance(value, dict):
-        return ("dict", *((key, _shape_of(item)) for key, item in value.items()))
-    if isinstance(value, bool | int | float | str | type(None)):
-        return value
-    return type(value).__qualname__
 
 
 def agrees(module: nn.Module, seen: Trace) -> bool:
