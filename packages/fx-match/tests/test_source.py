@@ -1,11 +1,15 @@
 """Finding the function below its decorators, and columns where the interpreter keeps none."""
 
 import functools
+import importlib
+import os
 import subprocess
 import sys
 import textwrap
 
+import pytest
 import torch
+from fx_match import trace
 from fx_match._source import FrameReader, SourceSpan, undecorated
 
 
@@ -61,30 +65,36 @@ class M(nn.Module):
     def forward(self, x):
         return (x * 2) + x
 """
-PROGRAM = """
-import model, torch
-from fx_match import trace
-
-traced = trace(model.M(), (torch.zeros(2),))
-print([str(traced.span(node)) for node in traced.graph.nodes if node.op == "call_method"])
-"""
 
 
-def run(folder, *options: str) -> str:
-    (folder / "model.py").write_text(textwrap.dedent(MODULE))
-    command = [sys.executable, *options, "-c", PROGRAM]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout.strip()
+@pytest.fixture
+def module_without_columns(tmp_path, monkeypatch):
+    """A module whose cached code was written by an interpreter that keeps no columns."""
+    (tmp_path / "columnless.py").write_text(textwrap.dedent(MODULE))
+    command = [sys.executable, "-S", "-X", "no_debug_ranges", "-m", "py_compile", "columnless.py"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("columnless")
+    assert {column for _, _, column, _ in module.M.forward.__code__.co_positions()} == {None}
+    yield module
+    del sys.modules["columnless"]
 
 
-def test_without_columns_there_is_no_span_rather_than_a_wrong_one(tmp_path) -> None:
-    assert run(tmp_path, "-X", "no_debug_ranges") == "['None', 'None']"
+def spans(module) -> list[str]:
+    traced = trace(module.M(), (torch.zeros(2),))
+    return [str(traced.span(node)) for node in traced.graph.nodes if node.op == "call_method"]
 
 
-def test_code_that_was_compiled_without_columns_is_compiled_again(tmp_path) -> None:
-    (tmp_path / "model.py").write_text(textwrap.dedent(MODULE))
-    subprocess.run(
-        [sys.executable, "-X", "no_debug_ranges", "-m", "compileall", "-q", "model.py"], cwd=tmp_path, check=True
-    )
-    code = "import model; print(next(iter(model.M.forward.__code__.co_positions()))[2])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path).stdout == "None\n"
-    assert run(tmp_path) == "['7:16-7:21', '7:15-7:26']"
+def test_code_that_was_compiled_without_columns_is_compiled_again(module_without_columns) -> None:
+    assert spans(module_without_columns) == ["7:16-7:21", "7:15-7:26"]
+
+
+def test_without_columns_and_source_there_is_no_span_rather_than_a_wrong_one(module_without_columns) -> None:
+    os.truncate(module_without_columns.__file__, 0)
+    assert spans(module_without_columns) == ["None", "None"]
+
+
+def test_columns_of_a_source_that_has_changed_are_not_taken(module_without_columns) -> None:
+    with open(module_without_columns.__file__, "w") as file:
+        file.write(textwrap.dedent(MODULE).replace("* 2", "* x * 3"))
+    assert spans(module_without_columns) == ["None", "None"]

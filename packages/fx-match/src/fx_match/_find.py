@@ -56,7 +56,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Miss:
-    """A pattern not found, and the nearest attempt: the one that covered most nodes before it failed.
+    """A pattern not found, and the nearest attempt: the one that matched most of the pattern.
 
     node: where it failed, None if that is no node. captures, nodes: how far it had come. Always false in a condition.
     """
@@ -124,6 +124,7 @@ def _matches(pattern: Pattern, run: Run) -> Iterator[Match]:
 
 
 def _matches_at(pattern: Pattern, node: fx.Node, run: Run) -> Iterator[Match]:
+    run.anchor = run.subject.order[node]
     for state in pattern.match(node, State(), run):
         problem = _problem(node, state, run.subject)
         if problem is not None:
@@ -140,7 +141,7 @@ def _miss(run: Run) -> Miss:
     best = run.best
     nodes = tuple(sorted(best.state.covered, key=run.subject.order.__getitem__))
     node = best.value if isinstance(best.value, fx.Node) else (nodes[0] if nodes else None)
-    return Miss(best.reason, node, dict(best.state.captures), nodes, run.subject)
+    return Miss("; or ".join(best.reasons), node, dict(best.state.captures), nodes, run.subject)
 
 
 def _problem(root: fx.Node, state: State, subject: Subject) -> tuple[fx.Node, str] | None:
@@ -197,15 +198,18 @@ def _is_idle(node: fx.Node) -> bool:
     return is_entry and not node.users
 
 
+def returned(subject: Subject) -> Any:
+    """What the graph returns; out of a tuple of one, as torch.export and dynamo return. None on a partial trace."""
+    output = next((node for node in reversed(subject.graph.nodes) if node.op == "output"), None)
+    value = output.args[0] if output is not None else None
+    return value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+
+
 def whole_reason(subject: Subject, root: fx.Node, covered: set[fx.Node]) -> tuple[fx.Node, str] | None:
     """Why the graph is not exactly the match with this root."""
     if not subject.complete:
         return root, "the trace is partial: what follows is not known"
-    output = next((node for node in reversed(subject.graph.nodes) if node.op == "output"), None)
-    returned = output.args[0] if output is not None else None
-    if isinstance(returned, (tuple, list)) and len(returned) == 1:  # torch.export and dynamo return tuples
-        returned = returned[0]
-    if returned is not root:
+    if returned(subject) is not root:
         return root, f"{root.name} is not what the forward returns"
     left = _uncovered(subject, covered)
     return (left[0], f"{left[0].name} is not covered by the pattern") if left else None

@@ -106,7 +106,7 @@ def _alternatives(pattern: Pattern) -> tuple[Pattern, ...]:
 @dataclass(frozen=True, slots=True)
 class _Any(Pattern):
     def match(self, value: Any, state: State, run: Run) -> Iterator[State]:
-        yield state
+        yield state.step()
 
 
 @dataclass(frozen=True, slots=True)

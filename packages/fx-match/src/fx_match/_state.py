@@ -15,32 +15,43 @@ from fx_match._subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Captures so far, nodes covered so far, and nodes that must have no user outside the finished match."""
+    """Captures so far, nodes covered so far, and nodes that must have no user outside the finished match.
+
+    steps: how many parts of the pattern have been matched, to tell which failed attempt came nearest.
+    """
 
     captures: Mapping[str, object] = field(default_factory=dict)
     covered: tuple[fx.Node, ...] = ()
     confined: tuple[fx.Node, ...] = ()
+    steps: int = 0
 
     def capture(self, name: str, value: object) -> State:
-        return State({**self.captures, name: value}, self.covered, self.confined)
+        return State({**self.captures, name: value}, self.covered, self.confined, self.steps)
 
     def cover(self, value: object) -> State:
-        if not isinstance(value, fx.Node) or value in self.covered:
-            return self
-        return State(self.captures, (*self.covered, value), self.confined)
+        """`value` is matched; if it is a node, it belongs to the match."""
+        covered = self.covered
+        if isinstance(value, fx.Node) and value not in covered:
+            covered = (*covered, value)
+        return State(self.captures, covered, self.confined, self.steps + 1)
+
+    def step(self) -> State:
+        """Something is matched that does not belong to the match."""
+        return State(self.captures, self.covered, self.confined, self.steps + 1)
 
     def confine(self, *nodes: object) -> State:
         found = tuple(node for node in nodes if isinstance(node, fx.Node))
-        return State(self.captures, self.covered, (*self.confined, *found))
+        return State(self.captures, self.covered, (*self.confined, *found), self.steps)
 
 
 @dataclass(slots=True)
 class Failure:
-    """Why an attempt ended, and how far it had come."""
+    """Where an attempt ended and how far it had come, with the reason of each alternative that ended there too."""
 
     state: State
     value: object
-    reason: str
+    anchor: int
+    reasons: list[str]
 
 
 class Run:
@@ -48,12 +59,18 @@ class Run:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self.anchor = 0
         self.best: Failure | None = None
 
     def fail(self, state: State, value: object, reason: str) -> None:
-        """Remember the failure of the attempt that covered the most nodes; the first of several."""
-        if self.best is None or len(state.covered) > len(self.best.state.covered):
-            self.best = Failure(state, value, reason)
+        """Remember the failure of the attempt that came furthest; of equals, that of the latest root."""
+        best = self.best
+        rank = (state.steps, self.anchor)
+        best_rank = (best.state.steps, best.anchor) if best is not None else (-1, -1)
+        if best is None or rank > best_rank:
+            self.best = Failure(state, value, self.anchor, [reason])
+        elif rank == best_rank and value is best.value and reason not in best.reasons:
+            best.reasons.append(reason)
 
     def constant(self, value: object) -> object:
         """A Python constant, or the number in a 0-dimensional tensor with data; None for anything else."""

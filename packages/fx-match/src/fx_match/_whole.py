@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fx_match._errors import PatternError
-from fx_match._find import find, whole_reason
+from fx_match._find import find, returned, whole_reason
 from fx_match._pattern import Pattern
 from fx_match._state import Run, State
 from fx_match._subject import Subject, SubjectLike
@@ -18,6 +18,9 @@ class _Whole(Pattern):
     pattern: Pattern
 
     def match(self, value: Any, state: State, run: Run) -> Iterator[State]:
+        if run.subject.complete and returned(run.subject) is not value:
+            run.fail(state, value, f"{value} is not what the forward returns")
+            return
         for matched in self.pattern.match(value, state, run):
             problem = whole_reason(run.subject, value, set(matched.covered))
             if problem is None:
