@@ -1,0 +1,58 @@
+"""A warm compile cache never runs yesterday's rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tf_tools.compare import Report, compare_run
+from tf_tools.engine import ServeRequest, serve
+from tf_tools.reference import reference_for
+from tf_tools.sensitivity import probe_prompts
+
+pytestmark = pytest.mark.engine
+
+
+def double_the_product() -> None:
+    """Make the gated MLP's rewrite another one, as an edit of its source would."""
+    from ast_rewrite import Patch, SourceSpan
+    from fx_match import Match, Trace
+    from vllm_layers_bridge.fusions import GatedMLP
+
+    rewrite = GatedMLP.rewrite
+
+    def changed(self: GatedMLP, match: Match, trace: Trace, patch: Patch) -> None:
+        rewrite(self, match, trace, patch)
+        span = trace.span(match.root)
+        assert span is not None
+        product = SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
+        patch.replace(product, "2.0 * {product}", product=product)
+
+    GatedMLP.rewrite = changed  # type: ignore[method-assign]
+
+
+def test_a_changed_rewrite_runs_on_a_warm_start(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+
+    def start(setup: Callable[[], object] | None) -> Report:
+        request = ServeRequest(
+            folder,
+            prompts=probe_prompts(384, lengths=(5,)),
+            max_tokens=2,
+            enforce_eager=False,
+            runs=1,
+            cached=False,
+            environment={"VLLM_CACHE_ROOT": str(tmp_path)},
+            setup=setup,
+        )
+        (run,) = serve(request).require().runs
+        return compare_run(reference_for(folder, run), run)
+
+    first = start(None)
+    assert first.ok, str(first)
+    assert any(tmp_path.rglob("*")), "the first start left nothing in the cache"
+    changed = start(double_the_product)
+    assert changed.worst > 0.1, "the old code ran: a doubled MLP must change the answer"
+    again = start(None)
+    assert again.ok, str(again)
