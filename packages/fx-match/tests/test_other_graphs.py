@@ -3,7 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fx_match import act, any_value, canonical, explain, find, linear, op, scalar, square, times_rsqrt
+from fx_match import (
+    VIEWS,
+    any_value,
+    canonical,
+    explain,
+    find,
+    linear,
+    op,
+    scalar,
+    silu,
+    square,
+    times_rsqrt,
+    transparent,
+)
 from torch import fx, nn
 
 
@@ -20,7 +33,7 @@ class Block(nn.Module):
         return self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-GATED = linear("down")(act("silu")(linear("gate")(any_value("y"))) * linear("up")(any_value("y")))
+GATED = linear("down")(silu(linear("gate")(any_value("y"))) * linear("up")(any_value("y")))
 HIDDEN = op("cast")(any_value("x")) | any_value("x")
 NORM = times_rsqrt(HIDDEN, op("mean", dim=-1, keepdim=True)(square(HIDDEN)) + scalar("eps"))
 X = torch.zeros(2, 3, 4)
@@ -46,6 +59,11 @@ def test_export_before_and_after_decomposition() -> None:
     check(program.graph_module)
     flat = torch.export.export(Block(), (torch.zeros(3, 4),)).run_decompositions()
     check(flat.graph_module)
+    assert not find(GATED, program.run_decompositions().graph_module)
+    y = transparent(any_value("y"), VIEWS)
+    gate, up = (transparent(linear(name)(y), VIEWS) for name in ("gate", "up"))
+    reshaped = linear("down")(transparent(silu(gate) * up, VIEWS))
+    assert find(reshaped, program.run_decompositions().graph_module)
     assert any(node.target is torch.ops.aten.addmm.default for node in flat.graph.nodes)
 
 

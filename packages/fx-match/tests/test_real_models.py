@@ -8,7 +8,7 @@ import linecache
 import pytest
 import torch
 from fx_match import Trace, trace
-from torch import nn
+from torch import fx, nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,3 +129,43 @@ def test_each_child_call_has_the_span_of_one_call_expression(family: str) -> Non
                 assert (span.lineno, span.col, span.end_lineno, span.end_col) in expressions, (name, node, span)
                 checked += 1
     assert checked >= 5
+
+
+def resized(value, length: int):
+    """Captured arguments as real numbers, with the sequence length of 6 replaced."""
+    if isinstance(value, torch.Tensor):
+        shape = [length if size == 6 else size for size in value.shape]
+        return torch.rand(shape).mul(4).to(value.dtype)
+    if isinstance(value, dict):
+        return {key: resized(item, length) for key, item in value.items()}
+    return type(value)(resized(item, length) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def tensors_of(args: tuple, kwargs: dict) -> list:
+    values = (*args, *kwargs.values())
+    return [value for value in values if isinstance(value, torch.Tensor) or (isinstance(value, tuple) and value)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt2"])
+def test_a_graph_computes_what_the_module_computes_at_another_length(family: str) -> None:
+    model, calls = model_and_calls(family)
+    torch.manual_seed(0)
+    real = type(model)(model.config).eval()
+    checked = 0
+    for name, module in own_modules(real):
+        if name not in calls or name.count(".") < 1 or "rotary" in name:
+            continue
+        args, kwargs = calls[name]
+        with torch.no_grad():
+            traced = trace(module, resized(args, 6), resized(kwargs, 6), leaves=attention_leaves())
+            assert traced.complete, (name, traced.stop)
+            assert not [guard for guard in traced.guards if guard.kind == "size"]
+            args, kwargs = resized(args, 9), resized(kwargs, 9)
+            expected = module(*args, **kwargs)
+            found = fx.Interpreter(module, graph=traced.graph).run(*tensors_of(args, kwargs))
+        if isinstance(expected, tuple):
+            expected, found = expected[0], found[0]
+        assert expected.shape[1] == 9
+        torch.testing.assert_close(found, expected)
+        checked += 1
+    assert checked >= 3

@@ -12,6 +12,8 @@ from torch import fx
 from fx_match._arguments import bind
 from fx_match._subject import Subject
 
+_REASONS = 4  # alternatives that are spelt out in a miss
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -69,7 +71,7 @@ class Run:
         best_rank = (best.state.steps, best.anchor) if best is not None else (-1, -1)
         if best is None or rank > best_rank:
             self.best = Failure(state, value, self.anchor, [reason])
-        elif rank == best_rank and value is best.value and reason not in best.reasons:
+        elif rank == best_rank and reason not in best.reasons and len(best.reasons) < _REASONS:
             best.reasons.append(reason)
 
     def constant(self, value: object) -> object:
