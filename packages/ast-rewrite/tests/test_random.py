@@ -67,7 +67,7 @@ def _outcome(function):
     return log, value if " at 0x" not in value else "object"
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_functions(), st.data())
 def test_an_expression_replaced_by_itself(tmp_path_factory, text, data):
     try:
@@ -88,7 +88,7 @@ def test_an_expression_replaced_by_itself(tmp_path_factory, text, data):
                     found.append(SourceSpan.of(node))
             except Refused:
                 continue
-    for span in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=4, unique=True)):
+    for span in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=2, unique=True)):
         patch.replace(span, "({it})", it=span)
         assert ast.dump(ast.parse(patch.result())) == ast.dump(ast.parse(text))
     made = patch.compile()
@@ -96,7 +96,7 @@ def test_an_expression_replaced_by_itself(tmp_path_factory, text, data):
     assert ast.dump(ast.parse(made.text)) == ast.dump(ast.parse(text))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_functions(), _expressions, st.data())
 def test_any_expression_in_the_place_of_any_other_is_what_was_meant_or_refused(tmp_path_factory, text, new, data):
     try:

@@ -69,18 +69,18 @@ def require_same_values(source: FunctionSource, placed: Sequence[Placed], new: P
 def require_no_capture(candidate: Rendering, new: Placed) -> None:
     """Raises Refused if an edit binds a name that means something else where it, or the function, reads it."""
     outside = _read_from_outside(candidate.source.function.__code__)
-    for node in new.template.tree(new.holes):
-        for child in ast.walk(node):
-            if taken := sorted(set(bound_by(child)) & outside):
-                raise Refused(f"the edit binds {taken[0]}, which the function reads from outside", new.edit.span)
-            if isinstance(child, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, *COMPREHENSIONS)):
-                own = bound_names([child])
-                for hole in new.holes:
-                    if (caught := sorted(own & read_names(hole))) and any(hole is inner for inner in ast.walk(child)):
-                        raise Refused(
-                            f"{caught[0]} of the placeholder would be that of a function or comprehension in the template",
-                            SourceSpan.of(hole),
-                        )
+    stand_ins = [ast.Name("_", ast.Load()) for _ in new.holes]
+    for child in (child for node in new.template.tree(stand_ins) for child in ast.walk(node)):
+        if taken := sorted(set(bound_by(child)) & outside):
+            raise Refused(f"the edit binds {taken[0]}, which the function reads from outside", new.edit.span)
+        if isinstance(child, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, *COMPREHENSIONS)):
+            own, inside = bound_names([child]), set(ast.walk(child))
+            for hole, stand_in in zip(new.holes, stand_ins, strict=True):
+                if stand_in in inside and (caught := sorted(own & read_names(hole))):
+                    raise Refused(
+                        f"{caught[0]} of the placeholder would be that of a function or comprehension in the template",
+                        SourceSpan.of(hole),
+                    )
 
 
 def require_evaluated_once(rendering: Rendering) -> None:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ast_rewrite._errors import Refused
-from ast_rewrite._names import Path, bound_by, declared_outside, path_of, paths_read
+from ast_rewrite._names import Path, bound_by, path_of, paths_read
 from ast_rewrite._order import COMPREHENSIONS, LOOPS, SCOPES, evaluated, runs_conditionally
 from ast_rewrite._render import CurrentTree
 from ast_rewrite._source import FunctionSource
 from ast_rewrite._span import SourceSpan
-from ast_rewrite._writes import Pure, Writes
+from ast_rewrite._writes import Names, Pure, Writes
 
 _DEFERRED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
 
@@ -45,6 +45,7 @@ class Flow:
         for statement in self.current.tree.body:
             self.order.extend(evaluated(statement))
         self.index = {node: at for at, node in enumerate(self.order)}
+        self._names = Names(self.source, self.current.tree)
         self._writes: dict[Path, Writes] = {}
         self._inside_fresh = {inner for node in self.fresh for inner in ast.walk(node)}
         self._deferred = [
@@ -111,10 +112,10 @@ class Flow:
 
     def require_unchanged(self, path: Path, nodes: Iterable[ast.AST], *, memory: bool = True) -> None:
         """Raises Refused if evaluating `nodes` may rebind what `path` reads or, unless told otherwise, write to it."""
-        if path and path[0] in declared_outside(self.current.tree):
+        if path and path[0] in self._names.outside:
             raise Refused(f"{path[0]} is declared global or nonlocal: other code can rebind it")
         if path not in self._writes:
-            self._writes[path] = Writes(self.source, self.current, path, self.pure, self.fresh)
+            self._writes[path] = Writes(self._names, self.current.origins, path, self.pure, self.fresh)
         writes = self._writes[path]
         for node in nodes:
             if node not in self._inside_fresh and (reason := writes.reason(node, memory=memory)):

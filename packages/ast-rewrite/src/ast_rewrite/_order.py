@@ -10,6 +10,8 @@ SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
+SHARED = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)  # the parser uses one object for all
+
 _FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Assign: ("value", "targets"),
     ast.AnnAssign: ("value", "target"),
@@ -36,6 +38,8 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
     Both branches of a condition are given, one after the other; a loop body is given once; the bodies of nested functions
     and lambdas, which run at another time, are left out, what runs when they are made is not.
     """
+    if isinstance(node, SHARED):
+        return
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:

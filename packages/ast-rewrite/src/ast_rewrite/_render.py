@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ast_rewrite._edit import Edit
 from ast_rewrite._files import FunctionNode
 from ast_rewrite._layout import indentation, reindent
+from ast_rewrite._order import SHARED
 from ast_rewrite._quiet import parse_quietly
 from ast_rewrite._source import FunctionSource, statement_span
 from ast_rewrite._span import SourceSpan
@@ -279,6 +280,8 @@ class _Builder:
         return placed.template.tree(contents)
 
     def _copy(self, node: ast.AST, before: float) -> ast.AST:
+        if isinstance(node, SHARED):
+            return node
         fields: dict[str, object] = {}
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):

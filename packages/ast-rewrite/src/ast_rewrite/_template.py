@@ -101,9 +101,15 @@ def parse(text: str, mode: Mode, shown: str) -> list[ast.AST]:
         raise Refused(f"{shown!r} does not parse as {what}: {error}") from error
 
 
-def same_tree(one: Sequence[ast.AST], other: Sequence[ast.AST]) -> bool:
-    """True if the trees are equal but for positions."""
-    return [ast.dump(node) for node in one] == [ast.dump(node) for node in other]
+def same_tree(one: object, other: object) -> bool:
+    """True if two trees, or lists of trees, are equal but for positions."""
+    if isinstance(one, ast.AST):
+        return type(one) is type(other) and all(
+            same_tree(getattr(one, name, None), getattr(other, name, None)) for name in one._fields
+        )
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same_tree, one, other))
+    return type(one) is type(other) and repr(one) == repr(other)  # 0.0 is not -0.0
 
 
 def _parses_to(text: str, mode: Mode, meant: Sequence[ast.AST]) -> bool:

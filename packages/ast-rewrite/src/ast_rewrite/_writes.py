@@ -11,10 +11,10 @@ from __future__ import annotations
 import ast
 import builtins
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
-from ast_rewrite._names import Path, bound_by, bound_names, parameters, path_of
-from ast_rewrite._render import CurrentTree
+from ast_rewrite._files import FunctionNode
+from ast_rewrite._names import Path, bound_by, bound_names, declared_outside, parameters, path_of
 from ast_rewrite._source import FunctionSource
 
 Pure = Callable[[ast.Call], bool]
@@ -39,24 +39,41 @@ _FRAMES = frozenset({"exec", "eval", "locals", "globals", "vars", "dir"})
 # fmt: on
 
 
+class Names:
+    """What the names of a function are, as far as all questions about it share."""
+
+    def __init__(self, source: FunctionSource, tree: FunctionNode) -> None:
+        self.outside = declared_outside(tree)
+        self.local = bound_names([tree])
+        self.made_here = _functions_made_in(tree)
+        self.bindings = [pair for node in ast.walk(tree) for pair in _bindings(node)]
+        self.containers = {argument.arg for argument in (tree.args.vararg, tree.args.kwarg) if argument is not None}
+        self.parameters = set(parameters(tree))
+        self.free = set(source.function.__code__.co_freevars)
+        self.receiver = source.receiver
+
+
 class Writes:
     """Tells why a node may change the value of one path."""
 
     def __init__(
-        self, source: FunctionSource, current: CurrentTree, path: Path, pure: Pure | None, fresh: Collection[ast.AST]
+        self,
+        names: Names,
+        origins: Mapping[ast.AST, ast.AST],
+        path: Path,
+        pure: Pure | None,
+        fresh: Collection[ast.AST],
     ) -> None:
-        self.path, self.pure, self.fresh, self.origins = path, pure, fresh, current.origins
-        tree = current.tree
-        args = tree.args
-        self.containers = {argument.arg for argument in (args.vararg, args.kwarg) if argument is not None}
-        names = parameters(tree)
-        self.parameters = set(names)
-        self.receiver = source.receiver
-        self.local = bound_names([tree])
-        self.made_here = _functions_made_in(tree)
-        self.is_global = bool(path) and path[0] not in self.local
-        self.related = {*names, *path[:1], *source.function.__code__.co_freevars}
-        self._spread(tree)
+        self.names, self.origins, self.path, self.pure, self.fresh = names, origins, path, pure, fresh
+        self.is_global = bool(path) and path[0] not in names.local
+        self.related = names.parameters | names.free | set(path[:1])
+        grown = True
+        while grown:  # whatever is bound from a related name is related
+            grown = False
+            for bound, value in names.bindings:
+                if not bound <= self.related and (value is None or self._mentions(value)):
+                    self.related |= bound
+                    grown = True
 
     def reason(self, node: ast.AST, *, memory: bool = True) -> str | None:
         """Why evaluating this node (not those under it) may change the path; None if it cannot.
@@ -77,7 +94,7 @@ class Writes:
         if not memory:
             return None
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            if isinstance(node.value, ast.Name) and node.value.id in self.containers - {root}:
+            if isinstance(node.value, ast.Name) and node.value.id in self.names.containers - {root}:
                 return None
             return self._stored_into(node.value)
         if isinstance(node, ast.AugAssign):
@@ -93,7 +110,7 @@ class Writes:
             return None
         if node.attr == "data" and not memory:
             return None
-        direct = isinstance(node.value, ast.Name) and node.value.id != self.receiver and len(self.path) == 1
+        direct = isinstance(node.value, ast.Name) and node.value.id != self.names.receiver and len(self.path) == 1
         if node.attr in ("data", *self.path[1:]) or (direct and memory):
             return f"attribute {node.attr} of an object that may be the same is assigned"
         return None
@@ -101,7 +118,7 @@ class Writes:
     def _call(self, node: ast.Call, memory: bool) -> str | None:
         func = node.func
         name = func.id if isinstance(func, ast.Name) else func.attr if isinstance(func, ast.Attribute) else None
-        if isinstance(func, ast.Name) and name in _FRAMES and name not in self.local:
+        if isinstance(func, ast.Name) and name in _FRAMES and name not in self.names.local:
             return f"{name}() can reach every variable"
         if self.pure is not None:
             origin = self.origins.get(node, node)
@@ -110,7 +127,7 @@ class Writes:
         if self.is_global and memory and not (isinstance(func, ast.Name) and name in _HARMLESS):
             return f"{self.path[0]} is a global or free variable, which the code called here can rebind"
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if isinstance(func, ast.Name) and name not in self.local:
+        if isinstance(func, ast.Name) and name not in self.names.local:
             if name in ("setattr", "delattr"):
                 return self._passed(given, f"{name}() changes an object")
             if name in _HARMLESS or name in _EXCEPTIONS:
@@ -127,12 +144,12 @@ class Writes:
                 return self._passed([func.value, *given], f"{func.attr}() works in place")
             if func.attr in _CONTAINER_METHODS:
                 path = path_of(func.value)
-                apart = path is not None and path[0] != self.path[0] and path[0] in self.parameters
+                apart = path is not None and path[0] != self.path[0] and path[0] in self.names.parameters
                 return None if apart else self._passed([func.value], f"{func.attr}() changes an object")
             return None
         if isinstance(func, ast.Subscript):
             return None
-        if isinstance(func, ast.Name) and func.id in self.made_here:
+        if isinstance(func, ast.Name) and func.id in self.names.made_here:
             return None  # what its body does is looked at by itself
         return self._passed(given, f"{name or 'the callee'} is not known to leave its arguments alone")
 
@@ -157,22 +174,11 @@ class Writes:
             func = node.func
             if isinstance(func, ast.Attribute) and func.attr in _METADATA_CALLS:
                 return False
-            if isinstance(func, ast.Name) and func.id in _FRESH_RESULTS and func.id not in self.local:
+            if isinstance(func, ast.Name) and func.id in _FRESH_RESULTS and func.id not in self.names.local:
                 return False
         if isinstance(node, ast.Name):
             return node.id in self.related
         return any(self._mentions(child) for child in ast.iter_child_nodes(node))
-
-    def _spread(self, tree: ast.AST) -> None:
-        """Add to the related names whatever is bound from one, until nothing is added."""
-        bindings = [pair for node in ast.walk(tree) for pair in _bindings(node)]
-        grown = True
-        while grown:
-            grown = False
-            for names, value in bindings:
-                if not names <= self.related and (value is None or self._mentions(value)):
-                    self.related |= names
-                    grown = True
 
 
 def _functions_made_in(tree: ast.AST) -> set[str]:
