@@ -7,7 +7,7 @@ One tensor is held at a time: what arrives is copied into its shard and let go.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -48,13 +48,13 @@ class WeightLoader:
         Raises:
             CheckpointError: a tensor is missing, is of another shape, or is not the model's.
         """
-        seen: set[str] = set()
+        seen: dict[str, str] = {}
         for name, tensor in stored.items():
             source = self._source(name, file=tensor.file)
             if source is not None:
                 self._check_shape(self.rules[source][0], name, tensor.shape, file=tensor.file)
-                seen.add(source)
-        self._check_complete(seen)
+                self._check_once(seen, source, name)
+        self._check_complete(seen.keys())
 
     def load(
         self, weights: Iterable[tuple[str, torch.Tensor]], targets: Mapping[str, nn.Parameter | torch.Tensor]
@@ -64,16 +64,17 @@ class WeightLoader:
         Raises:
             CheckpointError: as `check`.
         """
-        seen: set[str] = set()
+        seen: dict[str, str] = {}
         for name, tensor in weights:
             source = self._source(name)
-            if source is None:
-                continue
-            for rule in self.rules[source]:
-                self._check_shape(rule, name, tuple(tensor.shape))
-                _copy(targets[rule.target], tensor, rule)
-            seen.add(source)
-        self._check_complete(seen)
+            if source is not None:
+                self._check_once(seen, source, name)
+                for rule in self.rules[source]:
+                    self._check_shape(rule, name, tuple(tensor.shape))
+                    _check_type(targets[rule.target], tensor, name)
+                    _copy(targets[rule.target], tensor, rule)
+            del tensor  # not held while the next one is read
+        self._check_complete(seen.keys())
         return {rule.target for rules in self.rules.values() for rule in rules}
 
     def _source(self, name: str, file: object = None) -> str | None:
@@ -99,11 +100,33 @@ class WeightLoader:
                 expected=rule.shape,
             )
 
-    def _check_complete(self, seen: set[str]) -> None:
+    def _check_once(self, seen: dict[str, str], source: str, name: str) -> None:
+        if source in seen:
+            raise CheckpointError(
+                f"the checkpoint holds one tensor under two names, `{seen[source]}` and `{name}`",
+                tensor=source,
+                remedy="Remove one of them: which is meant cannot be told.",
+            )
+        seen[source] = name
+
+    def _check_complete(self, seen: Set[str]) -> None:
         missing = sorted(self.rules.keys() - seen)
         if missing:
             shown = ", ".join(f"`{name}`" for name in missing[:4]) + (" ..." if len(missing) > 4 else "")
             raise CheckpointError(f"the checkpoint lacks {len(missing)} of {len(self.rules)} tensors: {shown}")
+
+
+def _check_type(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    """Numbers may be rounded to another float type; a quantized or integer tensor is not the number that it stands for."""
+    is_number = tensor.is_floating_point() and tensor.element_size() > 1
+    if tensor.dtype is not target.dtype and not (is_number and target.is_floating_point()):
+        raise CheckpointError(
+            "a tensor has a type that cannot be converted without a scale",
+            tensor=name,
+            found=tensor.dtype,
+            expected=target.dtype,
+            remedy="Use a checkpoint that is not quantized.",
+        )
 
 
 def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:

@@ -11,14 +11,11 @@ from collections.abc import Collection
 def planned_name(name: str, known: Collection[str], base_prefix: str) -> str | None:
     """The name in `known` that the checkpoint's `name` stands for.
 
-    A checkpoint of the bare decoder has no prefix (``layers.0...`` for ``model.layers.0...``); one of the head model has it.
+    A checkpoint of the head model holds full names; one of a bare decoder leaves out its prefix, or the outer part of it
+    (``decoder.layers.0...`` for ``model.decoder.layers.0...``).
     """
     if name in known:
         return name
-    if base_prefix and f"{base_prefix}.{name}" in known:
-        return f"{base_prefix}.{name}"
-    if base_prefix and name.startswith(f"{base_prefix}."):
-        bare = name[len(base_prefix) + 1 :]
-        if bare in known:
-            return bare
-    return None
+    parts = base_prefix.split(".") if base_prefix else []
+    candidates = (".".join([*parts[: end + 1], name]) for end in reversed(range(len(parts))))
+    return next((candidate for candidate in candidates if candidate in known), None)
