@@ -46,6 +46,7 @@ EXPECTED: dict[str, frozenset[str]] = {
     | QKV_BIAS
     | {"head.tied", "bias.o", "bias.mlp", "bias.norm", "bias.head", "norm.offset-added"}
     | {"activation.swapped", "activation.gelu-form", "weights.q-k-swapped"},
+    "phi3": GATED | {"head.tied"},
     "mixtral": GATED | EXPERTS | {"head.tied"},
     "gpt_oss": (GATED - {"activation.swapped"})
     | QKV_BIAS

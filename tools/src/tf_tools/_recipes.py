@@ -149,6 +149,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 Draw(r"fc2\.weight$", 4.0, "makes up for the small values that GELU has there"),
             ),
         ),
+        "phi3": Recipe("phi3", _sized(tie_word_embeddings=False)),  # packed: one linear for q, k, v; one for gate, up
         "mixtral": Recipe(
             "mixtral", _sized(head_dim=32, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
         ),

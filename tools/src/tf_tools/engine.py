@@ -250,7 +250,7 @@ class _Portable:
         return self._function(model)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[bytes]]:
-        import cloudpickle  # a dependency of vLLM
+        import cloudpickle  # type: ignore[import-untyped]  # a dependency of vLLM
 
         module = sys.modules.get(getattr(self._function, "__module__", "") or "")
         if module is not None and not _is_importable(module.__name__):

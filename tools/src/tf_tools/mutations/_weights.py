@@ -66,12 +66,28 @@ def _swapped(one: str, other: str) -> Callable[[Anatomy], Iterable[Site]]:
 
 def _gate_up(anatomy: Anatomy) -> Iterator[Site]:
     yield from _swapped("gate", "up")(anatomy)
+    for name, module in anatomy.model.named_modules():
+        if name.endswith(".gate_up_proj") and isinstance(module, nn.Linear):
+            yield Site(name, partial(altered, module.weight, partial(_halves_swapped, 0)))
     for name, module in anatomy.experts:
         packed = getattr(module, "gate_up_proj", None)
         if isinstance(packed, nn.Parameter):
             axis = -1 if getattr(module, "is_transposed", False) else -2
             change = _halves_swapped if getattr(module, "is_concatenated", True) else _neighbours_swapped
             yield Site(f"{name}.gate_up_proj", partial(altered, packed, partial(change, axis)))
+
+
+def _key_value(anatomy: Anatomy) -> Iterator[Site]:
+    yield from _swapped("k", "v")(anatomy)
+    for attention in anatomy.attentions:
+        packed = getattr(attention.module, "qkv_proj", None)
+        key = attention.key_heads * attention.head_dim
+        if (
+            isinstance(packed, nn.Linear)
+            and packed.out_features == attention.query_heads * attention.head_dim + 2 * key
+        ):
+            where = f"{attention.name}.qkv_proj"
+            yield Site(where, partial(exchanged, packed.weight[-2 * key : -key], packed.weight[-key:]))
 
 
 def _halves_swapped(axis: int, weight: Tensor) -> Tensor:
@@ -129,7 +145,7 @@ _KINDS = {
 
 WEIGHTS = (
     *(Mutation(f"bias.{kind}", f"the bias {what} dropped", _biases(kind)) for kind, what in _KINDS.items()),
-    Mutation("weights.k-v-swapped", "key and value projections in each other's place", _swapped("k", "v")),
+    Mutation("weights.k-v-swapped", "key and value projections in each other's place", _key_value),
     Mutation("weights.q-k-swapped", "query and key projections in each other's place", _swapped("q", "k")),
     Mutation("weights.gate-up-swapped", "gate and up in each other's place", _gate_up),
     Mutation("experts.order", "the first two experts in each other's place", _expert_order),
