@@ -171,28 +171,28 @@ def _initialised(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.fixture
-def load_shards() -> Callable[..., Callable[[nn.Module, LayerSpec], None]]:
-    """`load_shards(original, shard=..., skip=...)`: a loader of a layer's weights from the module that it stands for.
+def loader() -> Callable[..., Callable[[nn.Module, LayerSpec], None]]:
+    """`loader(weights, shards=..., skip=...)`: loads a built layer as a checkpoint would, by shard id.
 
-    shard: maps a child and its shard id to the one that it is loaded under. skip: names of tensors left at zero.
+    weights: by name in the original module. shards: shard id for a child in the place of the right one. skip: tensors left at zero.
     """
 
     def make(
         weights: dict[str, torch.Tensor], shards: dict[str, str | int] | None = None, skip: tuple[str, ...] = ()
     ) -> Callable[[nn.Module, LayerSpec], None]:
         def load(layer: nn.Module, spec: LayerSpec) -> None:
-            parameters = dict(layer.named_parameters())
-            for tensor in parameters.values():
-                tensor.zero_()
-            if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
-                for source in spec.sources:
-                    for leaf, parameter in parameters.items():
-                        if leaf not in skip:
-                            shard = (shards or {}).get(source.child, source.shard)
-                            parameter.weight_loader(parameter, weights[f"{source.child}.{leaf}"], shard)
-                return
-            for leaf, parameter in parameters.items():
-                parameter.copy_(weights[leaf])
+            for leaf, parameter in layer.named_parameters():
+                parameter.zero_()
+                if leaf in skip:
+                    continue
+                if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
+                    for source in spec.sources:
+                        shard = (shards or {}).get(source.child, source.shard)
+                        parameter.weight_loader(parameter, weights[f"{source.child}.{leaf}"], shard)
+                else:
+                    parameter.copy_(weights[leaf])
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
 
         return load
 

@@ -328,12 +328,18 @@ class PlainMLP(_Base):
         return self.down(self.act(self.up(x)))
 
 
+class GatedMixer(_Base):
+    def forward(self, x):
+        mixed = torch.softmax(self.up(x) @ self.gate(x).transpose(1, 2), -1) @ self.up(x)
+        return self.down(torch.sigmoid(self.gate(x)) * mixed)
+
+
 class ScaledMLP(_Base):
     def forward(self, x):
         return self.down(self.act(self.up(x)) * 2.0)
 
 
-@pytest.mark.parametrize("cls", [PlainMLP, ScaledMLP])
+@pytest.mark.parametrize("cls", [PlainMLP, ScaledMLP, GatedMixer])
 def test_a_module_without_the_parts_is_no_candidate(
     traced: Callable[..., Any], miss_of: Callable[..., Any], cls: type[nn.Module]
 ) -> None:

@@ -302,7 +302,18 @@ def test_near_miss_says_in_words_why_not_and_where(
     miss = miss_of(QKV(), cls(), *args)
     assert reason in miss.reason
     assert miss.node is not None
-    assert QKV().is_candidate(traced(cls(), *args))
+    assert QKV().is_candidate(traced(cls(), *args)) is (cls is not SharedKeys)
+
+
+class Packed(_Base):
+    def forward(self, hidden_states, cos, sin):
+        q, k, v = self.q_proj(hidden_states).chunk(3, dim=-1)
+        return self.attend(*(part.view(1, -1, 1, HEADS * DIM // 3).transpose(1, 2) for part in (q, k, v)))
+
+
+def test_a_packed_projection_is_no_loss(miss_of: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    assert "query and key both come from `q_proj`" in miss_of(QKV(), Packed(), X, COS, COS).reason
+    assert not QKV().is_candidate(traced(Packed(), X, COS, COS))
 
 
 def test_without_attention_there_is_nothing_to_fuse(miss_of: Callable[..., Any], traced: Callable[..., Any]) -> None:

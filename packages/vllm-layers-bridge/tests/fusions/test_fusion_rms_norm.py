@@ -394,4 +394,6 @@ def test_what_has_no_norm_in_it_is_no_candidate(traced: Callable[..., Any]) -> N
             return x * self.weight
 
     assert not RMSNorm().is_candidate(traced(Scale(), X))
-    assert RMSNorm().is_candidate(traced(MeanSubtracted(), X))
+    assert not RMSNorm().is_candidate(traced(MeanSubtracted(), X)), "a LayerNorm is whole as it is"
+    assert not RMSNorm().is_candidate(traced(nn.Sequential(LlamaOrder()), X))
+    assert RMSNorm().is_candidate(traced(EpsOutsideRoot(), X))

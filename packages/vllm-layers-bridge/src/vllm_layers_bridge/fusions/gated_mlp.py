@@ -14,18 +14,17 @@ from __future__ import annotations
 import dataclasses
 
 from ast_rewrite import FunctionSource, Patch, RewriteError
-from fx_match import Match, Miss, Trace, act, any_value, canonical, find, module, module_activation
+from fx_match import Match, Miss, Trace, act, any_value, find, module, module_activation
 from torch import nn
 
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import (
-    linears_above,
     other_use,
     plain_linear,
     require_free_names,
     require_mergeable,
 )
-from vllm_layers_bridge.fusions.gated_mlp_misses import explain
+from vllm_layers_bridge.fusions.gated_mlp_misses import explain, is_product_of_two
 from vllm_layers_bridge.fusions.protocol import ModuleFacts, is_plain_linear
 from vllm_layers_bridge.fusions.source import (
     argument_span,
@@ -55,15 +54,10 @@ class GatedMLP:
     replaces_module = False
 
     def is_candidate(self, trace: Trace) -> bool:
-        """A module without attention that multiplies what comes from one linear with what comes from another."""
+        """A module without attention that multiplies what comes from one linear alone with what comes from another alone."""
         if any(node.target is attention_leaf for node in trace.graph.nodes):
             return False
-        for node in trace.graph.nodes:
-            if canonical(node) == "mul" and len(node.all_input_nodes) == 2:
-                left, right = (linears_above(operand, trace) for operand in node.all_input_nodes)
-                if left and right and set(left) != set(right):
-                    return True
-        return False
+        return any(is_product_of_two(node, trace) for node in trace.graph.nodes)
 
     def match(self, trace: Trace) -> Match | Miss:
         """The product of an activated linear with another linear of the same input."""

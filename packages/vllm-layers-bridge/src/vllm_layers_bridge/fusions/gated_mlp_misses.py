@@ -41,6 +41,17 @@ def explain(miss: Miss, trace: Trace) -> Miss:
     return miss
 
 
+def is_product_of_two(node: fx.Node, trace: Trace) -> bool:
+    """Whether each factor comes from one linear, and from nothing else that is computed."""
+    if canonical(node) != "mul" or len(node.all_input_nodes) != 2:
+        return False
+    left, right = (_factor(operand, trace) for operand in node.all_input_nodes)
+    if left is None or right is None or left.linear is right.linear:
+        return False
+    steps = (*left.steps, *right.steps)
+    return all(len([given for given in step.all_input_nodes if given.op != "get_attr"]) == 1 for step in steps)
+
+
 def _factor(operand: fx.Node, trace: Trace) -> _Factor | None:
     linears = linears_above(operand, trace)
     if len(linears) != 1:

@@ -45,8 +45,11 @@ class QKV:
     replaces_module = False
 
     def is_candidate(self, trace: Trace) -> bool:
-        """A module that calls the attention interface."""
-        return any(node.target is attention_leaf for node in trace.graph.nodes)
+        """A module that calls the attention interface with what two linears or more give; one alone is packed already."""
+        found = find(PATTERN, trace)
+        if isinstance(found, Miss):
+            return False
+        return len({node.target for part in PARTS for node in linears_above(found[part], trace)}) > 1
 
     def match(self, trace: Trace) -> Match | Miss:
         """The attention call, and for each of its operands the one linear that it was computed from."""

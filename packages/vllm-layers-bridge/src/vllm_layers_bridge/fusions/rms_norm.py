@@ -61,11 +61,11 @@ class RMSNorm:
     replaces_module = True
 
     def is_candidate(self, trace: Trace) -> bool:
-        """A module without children that takes a mean and a root."""
+        """A module without children that takes a mean and a root, and subtracts nothing, as a LayerNorm does."""
         if trace.module._modules:
             return False
         names = {canonical(node) for node in trace.graph.nodes}
-        return "mean" in names and bool(names & {"rsqrt", "sqrt", "pow", "reciprocal"})
+        return "mean" in names and "sub" not in names and bool(names & {"rsqrt", "sqrt", "pow", "reciprocal"})
 
     def match(self, trace: Trace) -> Match | Miss:
         """The whole forward, or the nearest miss."""

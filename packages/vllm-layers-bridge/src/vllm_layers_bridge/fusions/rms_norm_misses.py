@@ -71,6 +71,7 @@ def _reason(miss: Miss, trace: Trace) -> tuple[fx.Node | None, str] | None:
     if isinstance(trace.output, tuple | list | dict):
         return miss.node, f"it returns {len(trace.output)} values; vLLM's layer returns the normalised tensor alone"
     beside = [node for node in trace.graph.nodes if node.op not in _IDLE and node not in miss.nodes]
+    beside.sort(key=lambda node: canonical(node) == "cast")  # what is cast is more telling than the cast
     if "eps" in miss.captures and beside:
         return beside[0], f"it computes `{canonical(beside[0])}` beside the norm; vLLM's layer computes the norm alone"
     return None
