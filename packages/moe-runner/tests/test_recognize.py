@@ -218,6 +218,70 @@ def test_experts_as_a_list_of_modules(gather: bool) -> None:
     assert block.returns_router_logits is (None if gather else False)
 
 
+ROUTERS = {"plain": lambda scores, count: torch.topk(scores, count, dim=-1)}
+
+
+class TableRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(H, E)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, chosen = ROUTERS["plain"](self.w(x), K)
+        return values.sigmoid(), chosen
+
+
+class TableBlock(RoutedBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = TableRouter()  # type: ignore[assignment]
+
+
+def test_a_choice_that_no_reading_of_the_code_finds_is_found_in_the_trace() -> None:
+    block = moe_runner.recognize(TableBlock(), (X,))
+    assert block is not None
+    assert (block.top_k, block.score, block.score_order) == (K, "sigmoid", "after")
+    found = [name for name, module in Layer(TableBlock()).named_modules() if moe_runner.recognize(module, (X,))]
+    assert found == ["block"]
+
+
+class TwiceScored(Block):
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, chosen = logits.sigmoid().topk(K, dim=-1)
+        return values.softmax(dim=-1), chosen
+
+
+def test_two_score_functions_are_not_called_one() -> None:
+    block = moe_runner.recognize(TwiceScored(), (X,))
+    assert block is not None
+    assert (block.score, block.score_order, block.top_k) == (None, None, K)
+
+
+class ArgmaxBlock(Block):
+    def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = logits.argmax(dim=-1, keepdim=True)
+        return logits.softmax(-1).gather(-1, chosen), chosen
+
+
+def test_one_expert_by_argmax() -> None:
+    block = moe_runner.recognize(ArgmaxBlock(), (X,))
+    assert block is not None
+    assert block.top_k == 1
+
+
+class ListWithNulls(ListBlock):
+    def __init__(self) -> None:
+        super().__init__(gather=False)
+        self.p = nn.Linear(H, E + 1)
+        self.q.append(nn.Identity())
+
+
+def test_a_list_with_an_expert_that_does_nothing() -> None:
+    block = moe_runner.recognize(ListWithNulls(), (X,))
+    assert block is not None
+    assert (block.num_experts, block.storage, block.top_k) == (E, "module list", K)
+
+
 class NullExperts(Block):
     """Two of six choices lead to no expert."""
 
@@ -358,6 +422,10 @@ def test_inputs_that_do_not_fit_the_forward_do_not_raise() -> None:
     block = moe_runner.recognize(Block(), (X, X, X))
     assert block is not None
     assert "could not be traced" in block.evidence[0]
+
+
+def test_parameters_without_a_shape_do_not_raise() -> None:
+    assert moe_runner.recognize(nn.Sequential(nn.LazyLinear(3), Router()), (X,)) is None
 
 
 def test_what_is_no_module_is_an_error_that_says_so() -> None:

@@ -49,8 +49,8 @@ class SparseBlock:
         else:
             parts.append(f"top {self.top_k}" if self.top_k is not None else "top-k not known")
             parts.append(f"{self.score} {self.score_order} top-k" if self.score else "score function not known")
-        place = f"`{self.experts}`" if self.storage == "module list" else f"`{self.parameters[0]}`"
-        parts.append(f"experts as {self.storage} {place}")
+        place = self.experts if self.storage == "module list" else self.parameters[0]
+        parts.append(f"experts as {self.storage}" + (f" `{place}`" if place else ""))
         if self.shared_experts is not None:
             parts.append(f"shared experts `{self.shared_experts}`")
         if self.returns_router_logits:

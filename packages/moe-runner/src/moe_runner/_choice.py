@@ -6,6 +6,7 @@ forward makes them; whether one of them is the router is decided in `_recognize`
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx, nn
 from moe_runner._block import Score, ScoreOrder
 from moe_runner._dataflow import Dataflow, operation
 from moe_runner._experts import DEPTH, Site
-from moe_runner._spelling import CHOICE_OPS, choices_spelled
+from moe_runner._spelling import CHOICE_OPS, choices_spelled, undecorated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,46 +42,54 @@ class Choice:
         return self.path[0][1]
 
 
-def choices(flow: Dataflow, site: Site, depth: int = DEPTH) -> Iterator[Choice]:
-    """All choices in the trace and in its children's traces, those of the experts' own modules left out."""
+def choices(flow: Dataflow, site: Site, *, everywhere: bool = False, depth: int = DEPTH) -> Iterator[Choice]:
+    """All choices in the trace and in its children's traces, those of the experts' own modules left out.
+
+    everywhere: trace all children, not only those whose code spells a choice (it may be reached through a table or an object).
+    """
     for node in flow.trace.graph.nodes:
         if node.op == "call_module":
             if depth and not site.covers(str(node.target)):
-                yield from _choices_in_child(flow, node, depth)
+                yield from _choices_in_child(flow, node, everywhere, depth)
         elif operation(node) in CHOICE_OPS and (choice := _choice(flow, node)) is not None:
             yield choice
 
 
 def score_of(choice: Choice, experts: int, stop: set[fx.Node]) -> tuple[Score, ScoreOrder] | tuple[None, None]:
-    """The score function before the choice, else the one after it; nodes in `stop` (the experts) are not searched."""
+    """The score function before the choice, or the one after it; nodes in `stop` (the experts) are not searched.
+
+    None where there is neither, or both: then no single function says how logits become weights.
+    """
     flow, node = choice.path[-1]
     sources = flow.before(*node.all_input_nodes)
     before = [*flow.scores(sources, {experts}), *_scores_of_children(flow, sources, experts)]
-    if before:
-        return before[-1], "before"
     sizes = {experts} | ({choice.count} if choice.count is not None else set())
-    for flow, node in reversed(choice.path):
+    after: list[Score] = []
+    for flow, node in choice.path:
         blocked = stop if flow is choice.path[0][0] else set()
-        after = next(flow.scores(flow.after(node) - blocked, sizes), None)
-        if after is not None:
-            return after, "after"
-    return None, None
+        after += flow.scores(flow.after(node) - blocked - {node}, sizes)
+    if len(set(before)) + len(set(after)) != 1:
+        return None, None
+    return (before[0], "before") if before else (after[0], "after")
 
 
 def place_of(flow: Dataflow, node: fx.Node) -> str:
-    """ "module:line: text" of a node, with the importable name of the module, not the path of its file."""
-    location = flow.trace.location(node)
-    function: Any = getattr(flow.trace.module_class, "forward", None)
-    module = getattr(function, "__module__", None) or flow.trace.module_class.__module__
+    """ "module:line: text" of a node, with the importable name of the module where it is known, never the path of a file."""
+    location, traced = flow.trace.location(node), flow.trace
+    function = undecorated(traced.module_class.forward)
+    module = getattr(function, "__module__", None) or traced.module_class.__module__
+    if location.file is not None and location.file != traced.code.co_filename:
+        module = inspect.getmodulename(location.file) or module
     return f"{module}:{location.line or '?'}: {location.text}"
 
 
-def _choices_in_child(flow: Dataflow, node: fx.Node, depth: int) -> Iterator[Choice]:
+def _choices_in_child(flow: Dataflow, node: fx.Node, everywhere: bool, depth: int) -> Iterator[Choice]:
     child = flow.child(node)
-    if not any(choices_spelled(inner) for inner in child.modules()):
+    spelled = any(choices_spelled(inner) for inner in child.modules())
+    if not spelled and (not everywhere or type(child).__module__.startswith("torch.nn")):
         return
     inner = _traced_child(flow, node, child)
-    for choice in choices(inner, _NO_SITE, depth - 1) if inner is not None else ():
+    for choice in choices(inner, _NO_SITE, everywhere=everywhere, depth=depth - 1) if inner is not None else ():
         yield replace(choice, path=((flow, node), *choice.path))
 
 

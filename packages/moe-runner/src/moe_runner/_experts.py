@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from moe_runner._block import Storage
@@ -51,6 +50,12 @@ def walk(module: nn.Module, depth: int = DEPTH, path: str = "") -> Iterator[tupl
                 yield from walk(child, depth - 1, f"{path}.{name}" if path else name)
 
 
+def shape_of(parameter: nn.Parameter | None) -> tuple[int, ...]:
+    """The shape; () for a parameter that is registered as None or has no shape yet."""
+    lazy = isinstance(parameter, nn.UninitializedParameter)
+    return () if parameter is None or lazy else tuple(parameter.shape)
+
+
 def sites_in(modules: list[tuple[str, nn.Module]]) -> list[Site]:
     """What looks like experts among these modules, given with their names; of stacked parameters the most experts first."""
     return [*_stacked(modules), *_listed(modules), *_packed(modules)]
@@ -64,10 +69,11 @@ def _stacked(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
         if isinstance(child, (nn.modules.conv._ConvNd, nn.Bilinear)):  # [channels, channels, window], [out, in, in]
             continue
         for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.dim() == 3 and parameter.shape[0] >= 2:
+            shape = shape_of(parameter)
+            if len(shape) == 3 and shape[0] >= 2:
                 full = f"{path}.{name}" if path else name
-                sizes[parameter.shape[0]].append(full)
-                owners[path][full] = parameter.shape[0]
+                sizes[shape[0]].append(full)
+                owners[path][full] = shape[0]
     for size in sorted(sizes, reverse=True):
         if len(names := tuple(sizes[size])) > 1:
             yield Site(_holder(names), size, "stacked parameters", names, names, frozenset({size}))
@@ -82,40 +88,42 @@ def _packed(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
     for path, child in modules:
         if type(child).__module__.startswith("torch.nn"):
             continue
-        groups: dict[torch.Size, list[str]] = defaultdict(list)
+        groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.dim() == 2:
-                groups[parameter.shape].append(f"{path}.{name}" if path else name)
+            if len(shape_of(parameter)) == 2:
+                groups[shape_of(parameter)].append(f"{path}.{name}" if path else name)
         for shape, names in groups.items():
             if len(names) > 1:
                 yield Site(path, None, "stacked parameters", tuple(names), tuple(names), frozenset({shape[0]}))
 
 
 def _listed(modules: list[tuple[str, nn.Module]]) -> Iterator[Site]:
-    """A list of two or more modules with the same parameters, among them a matrix there and one back: H to I, I to H."""
+    """A list of two or more modules with the same parameters, among them a matrix there and one back: H to I, I to H.
+
+    Elements without parameters may stand among them: experts that do nothing.
+    """
     for path, child in modules:
-        if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) or len(child) < 2:
+        if not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             continue
-        elements = list(child._modules.items())
-        first = elements[0][1]
-        if first is None or not _is_mlp(first):
+        elements = [
+            (name, _shapes(element), type(element)) for name, element in child._modules.items() if element is not None
+        ]
+        experts = [(name, shapes, kind) for name, shapes, kind in elements if shapes]
+        if len(experts) < 2 or any(expert[1:] != experts[0][1:] for expert in experts) or not _is_mlp(experts[0][1]):
             continue
-        if all(_alike(first, other) for _, other in elements[1:]):
-            members = tuple(f"{path}.{name}" if path else name for name, _ in elements)
-            names = tuple(f"{members[0]}.{name}" for name, _ in first.named_parameters())
-            yield Site(path, len(elements), "module list", members, names, frozenset({len(elements)}))
+        members = tuple(f"{path}.{name}" if path else name for name, _, _ in elements)
+        first = f"{path}.{experts[0][0]}" if path else experts[0][0]
+        parameters = tuple(f"{first}.{name}" for name, _ in experts[0][1])
+        sizes = frozenset({len(experts), len(elements)})
+        yield Site(path, len(experts), "module list", members, parameters, sizes)
 
 
-def _alike(one: nn.Module, other: nn.Module | None) -> bool:
-    return other is not None and type(one) is type(other) and _shapes(one) == _shapes(other)
+def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, shape_of(parameter)) for name, parameter in module.named_parameters()]
 
 
-def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(name, parameter.shape) for name, parameter in module.named_parameters()]
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    shapes = [shape for _, shape in _shapes(module) if len(shape) == 2]
+def _is_mlp(parameters: list[tuple[str, tuple[int, ...]]]) -> bool:
+    shapes = [shape for _, shape in parameters if len(shape) == 2]
     return any(one[1] == two[0] for i, one in enumerate(shapes) for j, two in enumerate(shapes) if i != j)
 
 

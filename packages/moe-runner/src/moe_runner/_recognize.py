@@ -18,7 +18,7 @@ from moe_runner._choice import Choice, choices, place_of, score_of
 from moe_runner._dataflow import Dataflow
 from moe_runner._errors import ModuleTypeError
 from moe_runner._experts import Site
-from moe_runner._structure import expert_sites, router_size, spelled_choices
+from moe_runner._structure import expert_sites, may_choose_unseen, router_size, spelled_choices
 
 
 def recognize(
@@ -36,10 +36,11 @@ def recognize(
         raise ModuleTypeError(
             f"recognize() found {type(module).__name__}, expected an nn.Module. Pass the module itself, not its name."
         )
-    if not spelled_choices(module):
-        return None
+    called = bool(args or kwargs)
     for site in expert_sites(module):
-        if spelled_choices(module, site) and (block := _block(module, site, args, dict(kwargs or {}))) is not None:
+        if not spelled_choices(module, site) and not (called and may_choose_unseen(module, site)):
+            continue
+        if (block := _block(module, site, args, dict(kwargs or {}))) is not None:
             return block
     return None
 
@@ -93,7 +94,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
         num_experts=site.num_experts or choice.candidates,
         storage=site.storage,
         parameters=site.parameters,
-        top_k=_given_per_token(flow, uses, choice) or (choice.count if len(found) == 1 else None),
+        top_k=choice.count if len(found) == 1 and choice.count else _given_per_token(flow, uses, choice),
         score=score,
         score_order=order,
         shared_experts=_shared_experts(flow, site, choice, uses),
@@ -105,16 +106,23 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
 
 def _router_choices(flow: Dataflow, site: Site, uses: list[fx.Node]) -> list[Choice]:
     """Choices over the experts' scores that are made before the experts run and that reach them, in order."""
-    after_experts = {node for node in flow.after(*uses) if node.op != "output"}  # returned side by side is not joined
-    found = []
-    for choice in choices(flow, site):
-        if choice.node in after_experts:
-            continue
-        if uses and after_experts.isdisjoint(flow.after(choice.node)):
-            continue
-        if _fits(choice, site, flow, uses):
-            found.append(choice)
+    for everywhere in (False, True):
+        found = [choice for choice in choices(flow, site, everywhere=everywhere) if _routes(choice, site, flow, uses)]
+        if found or not may_choose_unseen(flow.trace.module, site):
+            break
     return [choice for choice in found if choice.op == "topk"] or found
+
+
+def _routes(choice: Choice, site: Site, flow: Dataflow, uses: list[fx.Node]) -> bool:
+    joined = _joined(flow, uses)
+    if choice.node in joined or (uses and joined.isdisjoint(flow.after(choice.node))):
+        return False
+    return _fits(choice, site, flow, uses)
+
+
+def _joined(flow: Dataflow, uses: list[fx.Node]) -> set[fx.Node]:
+    """The uses of the experts and what is computed from them; to be returned side by side is not to be joined."""
+    return {node for node in flow.after(*uses) if node.op != "output"}
 
 
 def _fits(choice: Choice, site: Site, flow: Dataflow, uses: list[fx.Node]) -> bool:
@@ -132,12 +140,15 @@ def _sources(uses: list[fx.Node]) -> list[fx.Node]:
 
 
 def _given_per_token(flow: Dataflow, uses: list[fx.Node], choice: Choice) -> int | None:
-    """Experts per token as the experts are given them: the last dimension of [tokens, k] indices that come from the choice."""
+    """Experts per token as the experts are given them: the last dimension of [tokens, k] indices that come from the choice.
+
+    None where that is the number of scores, which a mask [tokens, E] has too.
+    """
     chosen = flow.after(choice.node)
     for node in _sources(uses):
         indices = flow.tensor(node)
         if node in chosen and indices is not None and indices.dtype in (torch.int64, torch.int32) and indices.dim() > 1:
-            return int(indices.shape[-1])
+            return int(indices.shape[-1]) if indices.shape[-1] != choice.candidates else None
     return None
 
 
@@ -155,7 +166,7 @@ def _run_in_sequence(flow: Dataflow, uses: list[fx.Node], site: Site) -> bool:
 
 def _shared_experts(flow: Dataflow, site: Site, choice: Choice, uses: list[fx.Node]) -> str | None:
     """A child with weights that runs beside the experts, decides nothing about the choice, and whose result joins theirs."""
-    joined = flow.after(*uses)
+    joined = _joined(flow, uses)
     for node in flow.trace.graph.nodes:
         if (
             node.op != "call_module"

@@ -7,8 +7,10 @@ was never called.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import inspect
 import linecache
 import types
 from collections.abc import Hashable, Iterator
@@ -41,15 +43,26 @@ class Mention:
 
 
 def choices_spelled(module: nn.Module) -> tuple[Mention, ...]:
-    """Where the forward of `module` itself, its children left out, names a choice."""
-    own = module.__dict__.get("forward")
-    forward = _function(own if own is not None else type(module).forward)
+    """Where the forward of `module` itself, or a function that is its attribute, names a choice; its children left out."""
     owner: Any = type(module)
-    return () if forward is None else _scan(owner, forward)
+    state = vars(module)
+    functions = [value for value in state.values() if type(value) in _FUNCTIONS]
+    if "forward" not in state:
+        functions.append(owner.forward)
+    return tuple(mention for function in functions for mention in _scan(owner, getattr(function, "__func__", function)))
+
+
+_FUNCTIONS = {types.FunctionType, types.MethodType}
+
+
+def _scan(owner: Any, function: object) -> tuple[Mention, ...]:
+    start = function if type(function) is types.FunctionType else undecorated(function)
+    return () if start is None else _scan_function(owner, start)
 
 
 @functools.lru_cache(maxsize=4096)
-def _scan(owner: Hashable, forward: types.FunctionType) -> tuple[Mention, ...]:
+def _scan_function(owner: Hashable, start: types.FunctionType) -> tuple[Mention, ...]:
+    forward = undecorated(start) or start
     found: dict[Mention, None] = {}
     seen: set[types.CodeType] = set()
     pending = [(forward, 0)]
@@ -72,9 +85,13 @@ def _called(code: types.CodeType, owner: Any, function: types.FunctionType) -> I
         if "super" not in code.co_names:
             methods = methods[:1]
         for candidate in (*methods, function.__globals__.get(name)):
-            called = _function(candidate)
+            called = undecorated(candidate)
             if called is not None and (called.__module__ or "").split(".")[0] != "torch":
                 yield called
+    for cell in function.__closure__ or ():  # a decorator that leaves no `__wrapped__` keeps the function here
+        with contextlib.suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, types.FunctionType):
+                yield cell.cell_contents
 
 
 _MACHINERY = frozenset(dir(nn.Module)) - {"forward"}
@@ -95,13 +112,14 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _function(value: object) -> types.FunctionType | None:
-    """The undecorated Python function behind a function, method, static or class method."""
+def undecorated(value: object) -> types.FunctionType | None:
+    """The Python function behind a function, method, static or class method; runs no code of what it looks at."""
     for _ in range(16):
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
-        elif hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        else:
+            continue
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
+        if wrapped is None:
             break
+        value = wrapped
     return value if isinstance(value, types.FunctionType) else None

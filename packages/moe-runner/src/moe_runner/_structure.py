@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from moe_runner._experts import Site, inside, sites_in, walk
+from moe_runner._experts import Site, inside, shape_of, sites_in, walk
 from moe_runner._spelling import Mention, choices_spelled
 
 
@@ -21,8 +21,13 @@ def spelled_choices(module: nn.Module, site: Site | None = None) -> tuple[Mentio
 
 def expert_sites(module: nn.Module) -> list[Site]:
     """What looks like experts in `module` and does not belong to a block further inside; the most experts first."""
-    claimed = [path for path, child in walk(module) if path and holds_block(child)]
-    return sites_in([(path, child) for path, child in walk(module) if not any(inside(path, c) for c in claimed)])
+    near = list(walk(module))
+    sites = sites_in(near)
+    if not sites:
+        return []
+    claimed = [path for path, child in near if path and holds_block(child)]
+    free = [(path, child) for path, child in near if not any(inside(path, c) for c in claimed)]
+    return sites_in(free) if claimed else sites
 
 
 def holds_block(module: nn.Module) -> bool:
@@ -56,6 +61,13 @@ def router_size(module: nn.Module, site: Site) -> int | None:
     return None
 
 
+def may_choose_unseen(module: nn.Module, site: Site) -> bool:
+    """Whether stacked experts have a matrix beside them that could give their scores, though no choice is spelled near."""
+    return site.storage == "stacked parameters" and any(
+        site.sizes.intersection(shape) for shape in _matrices(module, "", site, depth=2) if site.num_experts is not None
+    )
+
+
 def _choosers(module: nn.Module, site: Site | None) -> Iterator[tuple[str, tuple[Mention, ...]]]:
     for path, child in walk(module):
         if (site is None or not path or not site.covers(path)) and (mentions := choices_spelled(child)):
@@ -66,5 +78,6 @@ def _matrices(module: nn.Module, prefix: str, site: Site, depth: int) -> Iterato
     """Shapes of the matrices in `module` and below it that are not the experts'."""
     for path, child in walk(module, depth, prefix):
         for name, parameter in child._parameters.items():
-            if parameter is not None and parameter.dim() == 2 and not site.covers(f"{path}.{name}" if path else name):
-                yield parameter.shape[0], parameter.shape[1]
+            shape = shape_of(parameter)
+            if len(shape) == 2 and not site.covers(f"{path}.{name}" if path else name):
+                yield shape[0], shape[1]
