@@ -118,7 +118,7 @@ def test_strings_over_several_lines_keep_their_value(case):
     )
     c.patch.replace(c.at("x"), "{x} * 2", x=c.at("x"))
     assert c.run(None, "!") == "a\n        b!!"
-    assert c.patch.compile().inner.__doc__ == "doc\n        more"
+    assert c.patch.compile().inner.__doc__ == c.fn.__doc__
 
 
 def test_a_body_on_the_line_of_the_def(case):

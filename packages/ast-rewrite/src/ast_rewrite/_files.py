@@ -40,7 +40,7 @@ class SourceFile:
 
     filename: str
     lines: tuple[str, ...]
-    imports: frozenset[str] = frozenset()  # names that an import binds in the module's own scope
+    imports: frozenset[str] = frozenset()  # names of the module's own scope that change how methods are called
     definitions: dict[tuple[int, str], list[Definition]] = field(default_factory=dict)
 
     def find(self, code: types.CodeType) -> Definition | None:
@@ -89,10 +89,14 @@ def _definitions(
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
+    """Names that an import binds in the module's own scope, and ``super`` if that scope mentions it.
+
+    CPython compiles ``torch.mul(x)`` and ``super().f(x)`` in other ways depending on these.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in child.names if alias.name != "*")
-        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case) and not isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ):
+        elif isinstance(child, ast.Name) and child.id == "super":
+            yield "super"
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield from _imported(child)

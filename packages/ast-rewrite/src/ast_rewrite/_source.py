@@ -34,7 +34,7 @@ class FunctionSource:
         function: the undecorated function.
         decorated: the function that was given, decorators and all.
         class_name: the class whose name mangles ``__private`` names in the body, if the ``def`` lies in a class.
-        imports: names that the module of the function imports.
+        imports: names that the module of the function imports, which change how CPython compiles calls.
         file_text: all of the file.
         chain: from `decorated` to `function`.
         layout: where logical lines start and end in `text`.
