@@ -55,6 +55,7 @@ def node_of(function, *args) -> fx.Node:
         ("matmul", [lambda x: x @ x.mT, lambda x: torch.matmul(x, x.mT), lambda x: torch.bmm(x, x.mT)]),
         ("rsqrt", [torch.rsqrt, lambda x: x.rsqrt()]),
         ("cast", [lambda x: x.double(), lambda x: x.to(torch.half), lambda x: x.type_as(x.half()), lambda x: x.to(x.half())]),
+        ("view_dtype", [lambda x: x.view(torch.int32), lambda x: x.view(dtype=torch.int32)]),
         ("to", [lambda x: x.to(x.device), lambda x: x.to(device=x.device)]),
         ("reshape", [lambda x: x.view(-1), lambda x: x.reshape(6, 4), lambda x: x.view_as(x), lambda x: torch.reshape(x, (-1,))]),
         ("transpose", [lambda x: x.transpose(1, 2), lambda x: x.mT, lambda x: x.swapaxes(0, 1), lambda x: x[0].t()]),
@@ -109,6 +110,12 @@ def test_a_users_own_function_never_has_a_short_name() -> None:
     assert canonical(node) == f"{__name__}.mul"
     assert not is_inplace(node)
     assert arguments(node) == {"x": x, "y": x}
+
+
+def test_a_softmax_that_casts_has_a_name_of_its_own() -> None:
+    node = node_of(lambda x: torch.ops.aten._softmax.default(x, -1, True), X.half())
+    assert canonical(node) == "softmax_to_float"
+    assert canonical(node_of(lambda x: torch.ops.aten._softmax.default(x, -1, False))) == "softmax"
 
 
 def test_other_kinds_of_node() -> None:
@@ -244,6 +251,22 @@ def test_the_activation_of_a_node() -> None:
     traced = trace(M(), (X,))
     kinds = [activation(node, traced) for node in traced.graph.nodes]
     assert kinds == [None, "silu", "gelu_tanh", "relu", None, None, None, None, None][: len(kinds)]
+
+
+def test_the_search_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    assert module_activation(nn.Dropout(0.5)) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_librarys_function_is_never_run() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(_launches, (graph.placeholder("x"),))
+    assert activation(node, graph) is None
+
+
+def _launches(x):
+    raise SystemExit
 
 
 def test_a_child_on_meta_is_run_on_the_cpu() -> None:

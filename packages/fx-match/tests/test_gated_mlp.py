@@ -293,6 +293,14 @@ def test_alternatives_optional_parts_and_transparent_operations() -> None:
     assert not find(placeholder("y"), result)
 
 
+def test_a_cast_to_integers_is_not_looked_through() -> None:
+    class M(nn.Module):
+        def forward(self, x):
+            return x.long().float() + 1
+
+    assert not find(transparent(placeholder("x")) + 1, trace(M(), (X,)))
+
+
 def test_operators_build_patterns() -> None:
     class M(nn.Module):
         def forward(self, x, y):

@@ -49,7 +49,7 @@ _TIGHT, _LOOSE = 1e-12, 1e-6
 def activation(node: fx.Node, subject: SubjectLike) -> str | None:
     """The name in `ACTIVATIONS` of what the node computes of its one tensor operand; None if it is none of them.
 
-    node: the call of a function or method, or of a child module without parameters and buffers.
+    node: the call of a torch function or method, or of a child module without parameters and buffers.
     A result that agrees with one reference within 1e-12 of float64 is named; one that computes in float32 inside, within
     1e-6, if only one reference is that near. A function that changes the shape, is random, writes in place, or fails on
     the probe has no name.
@@ -60,7 +60,9 @@ def activation(node: fx.Node, subject: SubjectLike) -> str | None:
         if child is None or node.kwargs or len(node.args) != 1 or not isinstance(node.args[0], fx.Node):
             return None
         return module_activation(child)
-    if node.op not in ("call_function", "call_method") or is_inplace(node) or canonical(node) in ("to", "cast"):
+    if node.op not in ("call_function", "call_method") or is_inplace(node):
+        return None
+    if canonical(node) in ("to", "cast") or "." in canonical(node):  # another library's function may do anything
         return None
     if [*node.all_input_nodes] != [node.args[0] if node.args else None]:
         return None
@@ -101,7 +103,7 @@ def function_activation(function: Callable[[torch.Tensor], Any]) -> str | None:
 def _run(function: Callable[[torch.Tensor], Any], probe: torch.Tensor) -> torch.Tensor | None:
     given = probe.clone()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = function(given)
     except Exception:  # whatever it is, it is no function of one real tensor
@@ -116,10 +118,13 @@ def _run(function: Callable[[torch.Tensor], Any], probe: torch.Tensor) -> torch.
 
 @functools.lru_cache(maxsize=1)
 def _probe_and_references() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    near = torch.linspace(-12.0, 12.0, 481, dtype=torch.float64)
-    far = torch.tensor([-1e3, -50.0, -20.0, -1e-3, -1e-6, 0.0, 1e-6, 1e-3, 20.0, 50.0, 1e3], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    rest = torch.randn(532, dtype=torch.float64, generator=generator) * 3.0
+    cpu = torch.device("cpu")  # said throughout: the caller may be inside `with torch.device("meta")`
+    near = torch.linspace(-12.0, 12.0, 481, dtype=torch.float64, device=cpu)
+    edges = [-1e3, -50.0, -20.0, -1e-3, -1e-6, 0.0, 1e-6, 1e-3, 20.0, 50.0, 1e3]
+    far = torch.tensor(edges, dtype=torch.float64, device=cpu)
+    generator = torch.Generator(cpu).manual_seed(0)
+    rest = torch.randn(532, dtype=torch.float64, device=cpu, generator=generator) * 3.0
     # Two dimensions and no order: a function that mixes elements along an axis agrees with no reference.
-    probe = torch.cat((near, far, rest))[torch.randperm(1024, generator=generator)].reshape(8, 128)
+    shuffle = torch.randperm(1024, device=cpu, generator=generator)
+    probe = torch.cat((near, far, rest))[shuffle].reshape(8, 128)
     return probe, {name: reference(probe) for name, reference in _REFERENCES.items()}

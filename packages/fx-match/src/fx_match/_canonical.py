@@ -59,7 +59,6 @@ _ALIASES = {
     "t": "transpose",
     "T": "transpose",
     "mT": "transpose",
-    "adjoint": "transpose",
     "expand_as": "expand",
     "concat": "cat",
     "concatenate": "cat",
@@ -69,9 +68,6 @@ _ALIASES = {
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
     "special_expit": "sigmoid",
-    "_fused_rms_norm": "rms_norm",
-    "native_layer_norm": "layer_norm",
-    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
 }
 
 _CAST_METHODS = {
@@ -106,13 +102,17 @@ def canonical(node: fx.Node) -> str:
     """The operation of a node: "mul", "cast", "reshape" ...; for the other kinds of node, the kind without "call_".
 
     What changes the result changes the name: `add(x, y, alpha=2)` is "add_scaled", `div(x, y, rounding_mode="floor")` is
-    "floor_div", `.to(dtype)` is "cast" and `.to(device)` is "to". Reads of a shape are "shape" and "size".
+    "floor_div", `.to(dtype)` is "cast", `.to(device)` is "to" and `.view(dtype)` is "view_dtype". Reads of a shape are "shape" and "size".
     """
     if node.op not in ("call_function", "call_method"):
         return node.op.removeprefix("call_")
     name = _spelt(node.target)
     if "." in name:
         return name
+    if name == "view" and any(isinstance(value, torch.dtype) for value in (*node.args[1:], *node.kwargs.values())):
+        return "view_dtype"
+    if name == "_softmax" and len(node.args) > 2 and node.args[2] is not False:
+        return "softmax_to_float"
     if name == "getattr":
         name = str(node.args[1]) if len(node.args) > 1 else name
     name = _ALIASES.get(name) or _without_inplace_mark(name)

@@ -159,16 +159,24 @@ def _trampoline(function: types.FunctionType) -> types.CodeType:
     return inner.replace(co_consts=constants, co_name=function.__code__.co_name)
 
 
+_ranges: dict[int, int] = {}
+
+
 @contextlib.contextmanager
 def guarded_range(namespace: dict[str, Any]) -> Iterator[None]:
-    """Let `range` in a module's globals record the sizes that it is given."""
+    """Let `range` in a module's globals record the sizes that it is given; a `range` of the module's own is kept."""
     with _lock:
-        ours = "range" not in namespace
+        count = _ranges.get(id(namespace), 0)
+        ours = count > 0 or "range" not in namespace
         if ours:
+            _ranges[id(namespace)] = count + 1
             namespace["range"] = GuardedRange
     try:
         yield
     finally:
         with _lock:
             if ours:
-                namespace.pop("range", None)
+                _ranges[id(namespace)] -= 1
+                if _ranges[id(namespace)] == 0:
+                    del _ranges[id(namespace)]
+                    namespace.pop("range", None)

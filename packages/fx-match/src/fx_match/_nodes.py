@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fx_match._activation import ACTIVATIONS, activation
+from fx_match._activation import ACTIVATIONS
 from fx_match._arguments import Bound, bind
 from fx_match._canonical import COMMUTATIVE, canonical, cast_dtype
 from fx_match._errors import PatternError
@@ -315,7 +315,7 @@ class _Act(NodePattern):
         return "an activation" if self.kinds == ACTIVATIONS else f"the activation {' or '.join(sorted(self.kinds))}"
 
     def accepts(self, node: fx.Node, state: State, run: Run) -> Iterator[tuple[State, list[tuple[Any, ...]]]]:
-        found = activation(node, run.subject)
+        found = run.activation(node)
         if found is None or found not in self.kinds:
             run.fail(state, node, f"expected {self}, found {found or _describe(node)}")
             return

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from fx_match._canonical import CASTS, VIEWS, canonical, is_number
+from fx_match._canonical import CASTS, VIEWS, canonical, cast_dtype, is_number
 from fx_match._errors import PatternError
 from fx_match._state import Run, State
 from fx_match._subject import Subject
@@ -213,13 +213,21 @@ class _Transparent(Pattern):
 
     def match(self, value: Any, state: State, run: Run) -> Iterator[State]:
         yield from self.pattern.match(value, state, run)
-        while isinstance(value, fx.Node) and canonical(value) in self.names:
+        while isinstance(value, fx.Node) and canonical(value) in self.names and _keeps_numbers(value):
             operand = run.first_operand(value)
             if not isinstance(operand, fx.Node):
                 return
             state = state.cover(value)
             value = operand
             yield from self.pattern.match(value, state, run)
+
+
+def _keeps_numbers(node: fx.Node) -> bool:
+    """A cast to an integer type drops fractions: it is never looked through."""
+    if canonical(node) != "cast":
+        return True
+    dtype = cast_dtype(node)
+    return dtype is not None and dtype.is_floating_point
 
 
 class Template(Protocol):
@@ -262,6 +270,6 @@ def opt(template: Template) -> Callable[[object], Pattern]:
 def transparent(pattern: object, names: frozenset[str] | set[str] = CASTS | VIEWS) -> Pattern:
     """`pattern`, or operations with these canonical names around it (the default: casts and views).
 
-    The operations that are skipped belong to the match. Choose the names with care: what is skipped is not checked.
+    The operations that are skipped belong to the match, and are not checked; only casts must be to a floating type.
     """
     return _Transparent(as_pattern(pattern), frozenset(names))

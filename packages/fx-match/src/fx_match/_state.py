@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fx_match._activation import activation
 from fx_match._arguments import bind
 from fx_match._subject import Subject
 
@@ -63,6 +64,13 @@ class Run:
         self.subject = subject
         self.anchor = 0
         self.best: Failure | None = None
+        self._activations: dict[fx.Node, str | None] = {}
+
+    def activation(self, node: fx.Node) -> str | None:
+        """`activation`, computed once for each node."""
+        if node not in self._activations:
+            self._activations[node] = activation(node, self.subject)
+        return self._activations[node]
 
     def fail(self, state: State, value: object, reason: str) -> None:
         """Remember the failure of the attempt that came furthest; of equals, that of the latest root."""
