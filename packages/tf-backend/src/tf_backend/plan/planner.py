@@ -6,19 +6,15 @@ analysis: no vLLM, no weights, no GPU.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import transformers
 from ast_rewrite import CompiledRewrite
 from fx_match import LeafCall, trace
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from vllm_layers_bridge.fusions.protocol import Fusion
 from vllm_layers_bridge.seams.leaf import attention_leaf
 
@@ -30,6 +26,7 @@ from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
+from tf_backend.plan.provenance import provenance
 from tf_backend.plan.refusals import (
     expert_refusals,
     failure_refusals,
@@ -38,11 +35,9 @@ from tf_backend.plan.refusals import (
     mixing_refusals,
     option_refusals,
 )
-from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Provenance, Refusal
+from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
 from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.variants import VariantTable
-
-PACKAGES = ("fx-match", "ast-rewrite", "vllm-layers-bridge", "moe-runner", "tf-backend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ def make_plan(
             base, head = _plan_head(model, base, seen, refusals)
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs_by_module(attention))
     plan = Plan(
-        provenance=_provenance(model, parallel, capabilities),
+        provenance=provenance(model, parallel, capabilities),
         base=base,
         layers=layers,
         variants=tuple(built.variant for built in table.built),
@@ -118,7 +113,7 @@ def _refused(
 ) -> Planned:
     """The plan of a model of another kind: it holds the reason and nothing else."""
     plan = Plan(
-        provenance=_provenance(model, parallel, capabilities),
+        provenance=provenance(model, parallel, capabilities),
         base=_base_name(model),
         layers="",
         variants=(),
@@ -169,32 +164,3 @@ def _layers_name(model: nn.Module, seen: Observation) -> str:
         if isinstance(module, nn.ModuleList) and holds and len(module) > length:
             best, length = name, len(module)
     return best
-
-
-def _provenance(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities) -> Provenance:
-    return Provenance(
-        architecture=type(model).__name__,
-        model_type=model.config.model_type,
-        config_sha256=config_sha256(model.config),
-        transformers=transformers.__version__,
-        torch=str(torch.__version__),
-        packages={name: _version(name) for name in PACKAGES},
-        capabilities=capabilities.name,
-        capabilities_sha256=capabilities.sha256,
-        parallel=parallel,
-    )
-
-
-def config_sha256(config: PreTrainedConfig) -> str:
-    """Hash of what a config says of the model: not of where it lies, its dtype, or which release wrote it."""
-    data = config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
-        data.pop(volatile, None)
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "source"

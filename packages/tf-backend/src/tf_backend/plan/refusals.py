@@ -24,8 +24,11 @@ def kind_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
     config = model.config
     name = type(model).__name__
     place = place_of_class(type(model))
-    if _is_multimodal(model):
-        yield Refusal(f"`{name}` is a multimodal model, which is not served yet", "", place, REMEDY)
+    parts = _parts(model)
+    if parts and not _takes_text_alone(model):
+        yield Refusal(f"`{name}` is a multimodal model ({parts}), which is not served yet", "", place, REMEDY)
+    elif config.get_text_config() is not config:
+        yield Refusal(f"`{name}` is made of several models ({parts}), which is not served yet", "", place, REMEDY)
     elif getattr(config, "is_encoder_decoder", False):
         yield Refusal(f"`{name}` is an encoder-decoder model, which is not served yet", "", place, REMEDY)
     elif model.get_output_embeddings() is None:
@@ -47,10 +50,14 @@ def option_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refu
         )
 
 
-def _is_multimodal(model: PreTrainedModel) -> bool:
-    modalities = getattr(model, "input_modalities", "text")
-    taken = {modalities} if isinstance(modalities, str) else set(modalities)
-    return model.config.get_text_config() is not model.config or not taken <= {"text"}
+def _parts(model: PreTrainedModel) -> str:
+    """Names of the configs within the config, such as ``text_config, vision_config``."""
+    return ", ".join(key for key in model.config.sub_configs if getattr(model.config, key, None) is not None)
+
+
+def _takes_text_alone(model: PreTrainedModel) -> bool:
+    modalities = model.input_modalities
+    return set([modalities] if isinstance(modalities, str) else modalities) <= {"text"}
 
 
 def expert_refusals(model: PreTrainedModel, seen: Observation) -> tuple[list[Refusal], tuple[str, ...]]:

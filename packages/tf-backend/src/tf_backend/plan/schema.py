@@ -161,6 +161,8 @@ class Provenance(msgspec.Struct, frozen=True):
     capabilities: str
     capabilities_sha256: str
     parallel: Parallel
+    sources_sha256: str = ""
+    """Of the Python files that the model's classes are written in, whether or not their forwards are rewritten."""
 
 
 class Plan(msgspec.Struct, frozen=True):
