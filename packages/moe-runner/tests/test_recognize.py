@@ -257,6 +257,71 @@ def test_two_score_functions_are_not_called_one() -> None:
     assert (block.score, block.score_order, block.top_k) == (None, None, K)
 
 
+class ThresholdBlock(FunctionalBlock):
+    """The experts whose scores reach the k-th best: no index is ever used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ self.route).sigmoid()
+        weights = scores * (scores >= scores.topk(K, dim=-1).values[..., -1:])
+        hidden = torch.einsum("bth,ehi->beti", x, self.up).relu()
+        return torch.einsum("beti,eih,bte->bth", hidden, self.down, weights)
+
+
+def test_a_choice_by_a_threshold() -> None:
+    block = moe_runner.recognize(ThresholdBlock(), (X,))
+    assert block is not None
+    assert (block.top_k, block.score, block.score_order) == (K, "sigmoid", "before")
+
+
+class Statistics(Router):
+    """A child that takes a top-k of scores for its own record, and returns the scores."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        scores = F.linear(x, self.w).sigmoid()
+        self.last = torch.topk(scores, K, dim=-1).indices
+        return scores
+
+
+class Recorded(FunctionalBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = Statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bth,ehi->beti", x, self.up).relu()
+        return torch.einsum("beti,eih,bte->bth", hidden, self.down, self.p(x))
+
+
+def test_a_top_k_that_a_child_keeps_to_itself_is_no_choice() -> None:
+    assert moe_runner.recognize(Recorded(), (X,)) is None
+
+
+class ScoredOutside(RoutedBlock):
+    """The block scores, the child only picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = Picker()  # type: ignore[assignment]
+        self.w = nn.Linear(H, E)
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.view(-1, H)
+        weights, chosen = self.p(self.w(flat).softmax(-1))
+        return self.q(flat, chosen, weights).view(x.shape)
+
+
+class Picker(nn.Module):
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(scores, K, dim=-1)  # type: ignore[return-value]
+
+
+def test_scores_made_outside_the_child_that_picks() -> None:
+    for arguments, score in (((X,), "softmax"), ((), None)):
+        block = moe_runner.recognize(ScoredOutside(), arguments)
+        assert block is not None
+        assert (block.num_experts, block.score) == (E, score)
+
+
 class ArgmaxBlock(Block):
     def scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         chosen = logits.argmax(dim=-1, keepdim=True)

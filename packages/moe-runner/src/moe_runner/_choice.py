@@ -28,12 +28,14 @@ class Choice:
     path: traces from the block inwards, each with its node: the call of a router child, last the top-k itself.
     candidates: length of the dimension that it chooses along.
     count: how many it chooses; None if that was not found.
+    by_index: whether which were chosen is used, and not only how much they scored, as for a threshold.
     """
 
     op: str
     path: tuple[tuple[Dataflow, fx.Node], ...]
     candidates: int
     count: int | None
+    by_index: bool
     place: str
 
     @property
@@ -60,12 +62,12 @@ def score_of(choice: Choice, experts: int, stop: set[fx.Node]) -> tuple[Score, S
 
     None where there is neither, or both: then no single function says how logits become weights.
     """
-    flow, node = choice.path[-1]
-    sources = flow.before(*node.all_input_nodes)
-    before = [*flow.scores(sources, {experts}), *_scores_of_children(flow, sources, experts)]
     sizes = {experts} | ({choice.count} if choice.count is not None else set())
+    before: list[Score] = []
     after: list[Score] = []
     for flow, node in choice.path:
+        sources = flow.before(*node.all_input_nodes)
+        before += [*flow.scores(sources, {experts}), *_scores_of_children(flow, sources, experts)]
         blocked = stop if flow is choice.path[0][0] else set()
         after += flow.scores(flow.after(node) - blocked - {node}, sizes)
     if len(set(before)) + len(set(after)) != 1:
@@ -90,7 +92,8 @@ def _choices_in_child(flow: Dataflow, node: fx.Node, everywhere: bool, depth: in
         return
     inner = _traced_child(flow, node, child)
     for choice in choices(inner, _NO_SITE, everywhere=everywhere, depth=depth - 1) if inner is not None else ():
-        yield replace(choice, path=((flow, node), *choice.path))
+        if inner is not None and inner.returns(choice.node) is not False:
+            yield replace(choice, path=((flow, node), *choice.path))
 
 
 _NO_SITE = Site("", None, "module list", (), (), frozenset())
@@ -117,7 +120,7 @@ def _scores_of_children(flow: Dataflow, nodes: set[fx.Node], experts: int) -> It
 
 
 _ARGUMENTS = {"topk": ("input", "k", "dim"), "sort": ("input", "dim"), "argsort": ("input", "dim")}
-_INDICES = {"topk", "sort", "max"}
+_PAIRS = {"topk", "sort", "max"}
 """Operations that give (values, indices); the others give indices alone."""
 
 
@@ -129,17 +132,18 @@ def _choice(flow: Dataflow, node: fx.Node) -> Choice | None:
     dim = arguments.get("dim", None if op in ("max", "argmax") else -1)
     if scores is None or not scores.dim() or type(dim) is not int:
         return None
-    if op in _INDICES and not _takes_indices(node):
+    by_index = op not in _PAIRS or _takes_indices(node)
+    if op != "topk" and not by_index:  # a maximum or sorted values: a number among the scores, and no choice
         return None
     count: int | None = 1
     if op == "topk":
         count = int(result[1].shape[dim]) if isinstance(result, tuple) else None
     elif op in ("sort", "argsort"):
         count = None
-    return Choice(op, ((flow, node),), scores.shape[dim], count, place_of(flow, node))
+    return Choice(op, ((flow, node),), scores.shape[dim], count, by_index, place_of(flow, node))
 
 
 def _takes_indices(node: fx.Node) -> bool:
-    """Whether the forward uses which were chosen, and not only how much they scored; true if it stopped right there."""
+    """Whether the forward takes the second of (values, indices)."""
     users = [user for user in node.users if operation(user) in ("getitem", "getattr")]
     return any(user.args[1] in (1, "indices") for user in users)

@@ -32,6 +32,10 @@ class Dataflow:
         """`nodes` and all that depends on them."""
         return _reach(nodes, lambda node: self._users.get(node, ()))
 
+    def returns(self, node: fx.Node) -> bool | None:
+        """Whether what the forward returns depends on `node`; None if the trace did not come that far."""
+        return any(user.op == "output" for user in self.after(node)) if self.trace.complete else None
+
     def tensor(self, node: object) -> torch.Tensor | None:
         value = self.trace.value(node) if isinstance(node, fx.Node) else None
         return value if isinstance(value, torch.Tensor) else None

@@ -14,10 +14,11 @@ from fx_match import FxMatchError, LeafCall, Trace, trace
 from torch import fx, nn
 
 from moe_runner._block import SparseBlock
-from moe_runner._choice import Choice, choices, place_of, score_of
+from moe_runner._choice import place_of, score_of
 from moe_runner._dataflow import Dataflow
 from moe_runner._errors import ModuleTypeError
 from moe_runner._experts import Site
+from moe_runner._routing import given_per_token, returns_scores, router_choices, shared_experts
 from moe_runner._structure import expert_sites, may_choose_unseen, router_size, spelled_choices
 
 
@@ -79,7 +80,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
     uses = [node for node in traced.graph.nodes if _uses(site, node)]
     if site.storage == "module list" and _run_in_sequence(flow, uses, site):
         return None
-    found = _router_choices(flow, site, uses)
+    found = router_choices(flow, site, uses)
     if not found:
         if traced.complete:
             return None
@@ -94,62 +95,14 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
         num_experts=site.num_experts or choice.candidates,
         storage=site.storage,
         parameters=site.parameters,
-        top_k=choice.count if len(found) == 1 and choice.count else _given_per_token(flow, uses, choice),
+        top_k=choice.count if len(found) == 1 and choice.count else given_per_token(flow, uses, choice),
         score=score,
         score_order=order,
-        shared_experts=_shared_experts(flow, site, choice, uses),
-        returns_router_logits=_returns_scores(flow, choice) if traced.complete else None,
+        shared_experts=shared_experts(flow, site, choice, uses),
+        returns_router_logits=returns_scores(flow, choice, uses) if traced.complete else None,
         called=True,
         evidence=tuple(evidence),
     )
-
-
-def _router_choices(flow: Dataflow, site: Site, uses: list[fx.Node]) -> list[Choice]:
-    """Choices over the experts' scores that are made before the experts run and that reach them, in order."""
-    for everywhere in (False, True):
-        found = [choice for choice in choices(flow, site, everywhere=everywhere) if _routes(choice, site, flow, uses)]
-        if found or not may_choose_unseen(flow.trace.module, site):
-            break
-    return [choice for choice in found if choice.op == "topk"] or found
-
-
-def _routes(choice: Choice, site: Site, flow: Dataflow, uses: list[fx.Node]) -> bool:
-    joined = _joined(flow, uses)
-    if choice.node in joined or (uses and joined.isdisjoint(flow.after(choice.node))):
-        return False
-    return _fits(choice, site, flow, uses)
-
-
-def _joined(flow: Dataflow, uses: list[fx.Node]) -> set[fx.Node]:
-    """The uses of the experts and what is computed from them; to be returned side by side is not to be joined."""
-    return {node for node in flow.after(*uses) if node.op != "output"}
-
-
-def _fits(choice: Choice, site: Site, flow: Dataflow, uses: list[fx.Node]) -> bool:
-    if site.num_experts is None:
-        rows = min(site.sizes)
-        return 2 <= choice.candidates < rows and rows % choice.candidates == 0
-    if choice.candidates in site.sizes:
-        return True
-    # More scores than experts: some choices lead to none (identity or null experts). Then the experts must be given them.
-    return choice.candidates > site.num_experts and choice.node in flow.before(*_sources(uses))
-
-
-def _sources(uses: list[fx.Node]) -> list[fx.Node]:
-    return [source for use in uses for source in use.all_input_nodes]
-
-
-def _given_per_token(flow: Dataflow, uses: list[fx.Node], choice: Choice) -> int | None:
-    """Experts per token as the experts are given them: the last dimension of [tokens, k] indices that come from the choice.
-
-    None where that is the number of scores, which a mask [tokens, E] has too.
-    """
-    chosen = flow.after(choice.node)
-    for node in _sources(uses):
-        indices = flow.tensor(node)
-        if node in chosen and indices is not None and indices.dtype in (torch.int64, torch.int32) and indices.dim() > 1:
-            return int(indices.shape[-1]) if indices.shape[-1] != choice.candidates else None
-    return None
 
 
 def _uses(site: Site, node: fx.Node) -> bool:
@@ -162,30 +115,6 @@ def _run_in_sequence(flow: Dataflow, uses: list[fx.Node], site: Site) -> bool:
     """Whether one element of the list runs on what another gave, as layers do."""
     calls = [node for node in uses if node.op == "call_module" and str(node.target) != site.name]
     return any(not flow.before(*node.all_input_nodes).isdisjoint(set(calls) - {node}) for node in calls)
-
-
-def _shared_experts(flow: Dataflow, site: Site, choice: Choice, uses: list[fx.Node]) -> str | None:
-    """A child with weights that runs beside the experts, decides nothing about the choice, and whose result joins theirs."""
-    joined = _joined(flow, uses)
-    for node in flow.trace.graph.nodes:
-        if (
-            node.op != "call_module"
-            or node in joined
-            or node in flow.before(choice.node)
-            or site.covers(str(node.target))
-        ):
-            continue
-        matrices = sum(parameter.dim() >= 2 for parameter in flow.child(node).parameters())
-        if matrices >= 2 and not joined.isdisjoint(flow.after(node)):
-            return str(node.target)
-    return None
-
-
-def _returns_scores(flow: Dataflow, choice: Choice) -> bool:
-    """Whether a returned tensor has a score for each expert in its last dimension and belongs to the choice."""
-    related = flow.before(choice.node) | flow.after(choice.node)
-    returned = next(node for node in flow.trace.graph.nodes if node.op == "output").all_input_nodes
-    return len(returned) > 1 and any(node in related and flow.last_size(node) == choice.candidates for node in returned)
 
 
 def _leaves(module: nn.Module, site: Site) -> list[LeafCall]:
