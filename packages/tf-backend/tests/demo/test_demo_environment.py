@@ -16,7 +16,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in ("vllm", "torch.utils.cpp_extension")}
     kept = dict(os.environ)
     for name in list(os.environ):
-        if name.startswith(("VLLM_", "TORCH_", "OMP_")):
+        if name.startswith(("VLLM_", "TORCH_", "OMP_", "TRANSFORMERS_")):
             del os.environ[name]
     with warnings.catch_warnings():
         yield
@@ -65,4 +65,5 @@ def test_quiet_unless_asked() -> None:
     assert "VLLM_LOGGING_LEVEL" not in os.environ
     prepare_environment("vllm-cpu")
     assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     assert logging.getLogger("vllm").level == logging.ERROR

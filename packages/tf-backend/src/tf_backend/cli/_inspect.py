@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 
 from tf_backend import capabilities
@@ -15,6 +16,8 @@ _SERVED, _REFUSED = 0, 2
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Returns 2 when the model is refused."""
+    # What transformers logs about kernels that it lacks is of no concern to a plan.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Whatever libraries print while a model is planned must not end up in the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         folder = model_folder(options.model, trust_remote_code=options.trust_remote_code)

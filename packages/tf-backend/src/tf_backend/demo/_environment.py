@@ -30,6 +30,7 @@ _QUIET = {
     # A CPU start alone logs some fifteen warnings that ask nothing of the reader.
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 
 
