@@ -11,7 +11,7 @@ import traceback
 import types
 
 import pytest
-from ast_rewrite import FunctionSource, Patch, Refused
+from ast_rewrite import FunctionSource, Patch, Refused, SourceSpan
 
 
 def plus_one(c, text="x", nth=0):
@@ -216,15 +216,29 @@ def test_global_statements_are_kept(case):
 
 
 def test_a_rewrite_can_be_rewritten(case):
-    c = case("class C:\n    def f(self, x):\n        '''Two\n        lines'''\n        return x\n\nf = C.f\n")
-    first = plus_one(c).function
-    again = FunctionSource.of(first)
-    assert again.qualname == "f"
+    c = case(
+        """
+        import math
+        class A:
+            def f(self, x):
+                return x
+        class B(A):
+            __bias = 100
+            def f(self, x):
+                '''Two
+                lines'''
+                return x + math.floor(0.5) + self.__bias + super().f(0)
+        f = B.f
+        """
+    )
+    again = FunctionSource.of(plus_one(c).function)
+    assert (again.qualname, again.class_name, again.receiver) == ("B.f", "B", "self")
     patch = Patch(again)
-    tree = again.tree.body[1].value
-    span = type(c.at("x"))(tree.lineno, tree.col_offset, tree.end_lineno, tree.end_col_offset)
-    patch.replace(span, "{it} * 10", it=span)
-    assert patch.compile().function(None, 1) == 20
+    span = SourceSpan.of(again.tree.body[1].value)
+    patch.replace(span, "({it}) * 10", it=span)
+    made = patch.compile()
+    assert made.function(c.module.B(), 1) == 1020
+    assert FunctionSource.of(made.function).text == patch.result()
 
 
 def test_the_source_of_a_rewrite_is_its_text(case):

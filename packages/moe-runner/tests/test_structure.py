@@ -89,6 +89,19 @@ def test_without_a_choice_nothing_is_a_block() -> None:
     assert not holds_block(Plain(x=Params(a=(6, 8, 4), b=(6, 4, 8)), r=Params(w=(6, 4))))
 
 
+class Picker(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores.topk(2).indices
+
+
+def test_a_top_k_may_lie_beside_the_matrix_and_not_in_another_part() -> None:
+    experts = Params(a=(6, 8, 4), b=(6, 4, 8))
+    assert holds_block(Plain(x=experts, gate=nn.Linear(4, 6), pick=Picker()))
+    layer = Plain(attention=Plain(index=Picker()), mlp=Plain(x=experts, gate=nn.Linear(4, 6)))
+    assert not holds_block(layer)
+    assert not holds_block(layer.mlp)
+
+
 def test_experts_of_a_block_inside_are_not_the_outer_modules() -> None:
     block = Plain(x=Params(a=(6, 8, 4), b=(6, 4, 8)), r=Chooser(w=(6, 4)))
     assert expert_sites(Plain(inner=block)) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 from ast_rewrite._decorators import copied, rebuilt
 from ast_rewrite._edit import Edit
 from ast_rewrite._errors import Refused
+from ast_rewrite._files import Surroundings, remember_surroundings
 from ast_rewrite._quiet import parse_quietly
 from ast_rewrite._shell import compile_definition, stripped
 from ast_rewrite._source import FunctionSource
@@ -58,6 +59,7 @@ def compile_rewrite(
     )
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     filename = store(text, name=source.qualname, sha256=sha256, folder=folder)
+    remember_surroundings(filename, Surroundings(source.qualname, source.class_name, source.imports))
     try:
         node = parse_quietly(text, filename).body[0]
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import linecache
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ast_rewrite._errors import SourceUnavailable
@@ -17,6 +18,22 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 _KEPT = 16  # parsed files held at once; a modeling file is about 3 MB as a tree
 _parsed: OrderedDict[str, SourceFile] = OrderedDict()
+_surroundings: dict[str, Surroundings] = {}  # of files that hold one definition each, taken from elsewhere
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the text of a definition does not say about where it stands."""
+
+    qualname: str
+    class_name: str | None
+    imports: frozenset[str]
+
+
+def remember_surroundings(filename: str, surroundings: Surroundings) -> None:
+    """Note where the only definition of a generated file was taken from, so that it can be read like any other."""
+    _surroundings[filename] = surroundings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +75,27 @@ def source_file(filename: str, module_globals: dict[str, Any] | None = None) -> 
     lines = tuple(linecache.getlines(filename, module_globals))
     if not lines:
         raise SourceUnavailable(f"no source text for {filename}: the code was generated, or its file is not there")
-    known = _parsed.get(filename)
-    if known is not None and known.lines == lines:
-        _parsed.move_to_end(filename)
-        return known
+    with _lock:
+        known = _parsed.get(filename)
+        if known is not None and known.lines == lines:
+            _parsed.move_to_end(filename)
+            return known
     try:
         tree = parse_quietly("".join(lines), filename)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise SourceUnavailable(f"{filename} does not parse as it is on disk now: {error}") from error
     parsed = SourceFile(filename, lines, frozenset(_imported(tree)))
+    around = _surroundings.get(filename)
+    if around is not None:
+        parsed = replace(parsed, imports=around.imports)
     for definition in _definitions(tree, (), None, None):
+        if around is not None and definition.enclosing is None:
+            definition = replace(definition, qualname=around.qualname, class_name=around.class_name)
         parsed.definitions.setdefault((definition.first_line, definition.node.name), []).append(definition)
-    _parsed[filename] = parsed
-    while len(_parsed) > _KEPT:
-        _parsed.popitem(last=False)
+    with _lock:
+        _parsed[filename] = parsed
+        while len(_parsed) > _KEPT:
+            _parsed.popitem(last=False)
     return parsed
 
 

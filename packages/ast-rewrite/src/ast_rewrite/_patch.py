@@ -101,7 +101,8 @@ class Patch:
         """Compute several expressions together, before the first statement that contains one of them.
 
         ``names = template`` is inserted there, and each expression is replaced by its name. That the template computes what
-        the expressions did, given the inputs, is for the caller to know; that it may be computed there is proved here.
+        the expressions did, given the inputs, that these wrote to nothing, and that their results share no memory with the
+        inputs, is for the caller to know; that it may be computed there is proved here.
 
         Args:
             spans: expressions that lie in one block and are evaluated whenever it is.
@@ -181,8 +182,8 @@ class Patch:
         require_names_known(Rendering(self.source, self._placed))
         return compile_rewrite(self.source, text, self.edits, folder)
 
-    def apply(self, edit: Edit) -> None:
-        """Do a recorded edit again, without asking for the proofs that were given when it was made."""
+    def _redo(self, edit: Edit) -> None:
+        """Do a recorded edit again, without asking for the proofs that were given when it was made (for `replay`)."""
         self._apply(edit, moved=True)
 
     def _parenthesised(

@@ -27,7 +27,7 @@ def replay(
         )
     patch = Patch(source)
     for edit in edits:
-        patch.apply(edit)
+        patch._redo(edit)
     made = patch.compile(folder=folder)
     if made.sha256 != sha256:
         raise Refused(f"the edits of {source.qualname} give text of hash {made.sha256}; expected {sha256}")

@@ -38,15 +38,15 @@ def holds_block(module: nn.Module) -> bool:
 def router_size(module: nn.Module, site: Site) -> int | None:
     """E, if a module that spells a choice has a matrix that could give scores over the site's experts; else None.
 
-    A top-k may lie beside the matrix (`module.gate`, `module.choose`), a maximum or a sort, which code is full of, may not.
+    A top-k may lie beside the matrix (`module.gate`, `module.choose`); a maximum or a sort, which code is full of, may not.
     For packed parameters E is the one number of rows that divides them. A child that chooses may have a few more rows than
     there are experts: shared ones, or null ones that do nothing.
     """
     for path, mentions in _choosers(module, site):
         own = set(_matrices(module.get_submodule(path), path, site, depth=3 if path else 1))
-        near = own | (
-            set(_matrices(module, "", site, depth=2)) if any(mention.is_top_k for mention in mentions) else set()
-        )
+        near = own
+        if any(mention.is_top_k for mention in mentions):
+            near = own | set(_matrices(module, "", site, depth=1 if path else 2))
         if site.num_experts is None:
             rows = min(site.sizes)
             fitting = {size for size, _ in near if 2 <= size < rows and rows % size == 0}

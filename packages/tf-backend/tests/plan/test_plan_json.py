@@ -130,6 +130,7 @@ KEPT = "self.down_proj(self.gate_proj(x) + self.up_proj(x) + self.act_fn(x)[...,
 
 def _with_source(model: PreTrainedModel, file: Path, text: str) -> PreTrainedModel:
     """Give every layer an MLP whose class is read from `file`."""
+    file.parent.mkdir()
     file.write_text(text)
     spec = importlib.util.spec_from_file_location("mixer_of_the_test", file)
     assert spec is not None
@@ -155,9 +156,16 @@ def _with_source(model: PreTrainedModel, file: Path, text: str) -> PreTrainedMod
 def test_the_source_is_in_the_hash(
     before: str, after: str, tmp_path: Path, model_of: Models, planned: Callable[..., Planned]
 ) -> None:
-    first = planned(_with_source(model_of("llama"), tmp_path / "first.py", before)).plan
-    same = planned(_with_source(model_of("llama"), tmp_path / "same.py", before)).plan
-    other = planned(_with_source(model_of("llama"), tmp_path / "other.py", after)).plan
+    first = planned(_with_source(model_of("llama"), tmp_path / "first" / "mixer.py", before)).plan
+    same = planned(_with_source(model_of("llama"), tmp_path / "same" / "mixer.py", before)).plan
+    other = planned(_with_source(model_of("llama"), tmp_path / "other" / "mixer.py", after)).plan
     assert first.refusals == ()
     assert first.hash == same.hash
     assert first.hash != other.hash
+
+
+def test_no_path_of_this_machine_is_in_a_plan(plan_of: Plans) -> None:
+    text = plan_of("smollm3").to_json().decode()
+    assert "--- transformers.models.smollm3.modeling_smollm3:" in text
+    assert str(Path(torch.__file__).parent.parent) not in text
+    assert str(Path.home()) + "/" not in text

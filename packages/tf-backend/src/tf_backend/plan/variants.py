@@ -156,7 +156,7 @@ def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str
         source_sha256=rewrite.source_sha256 if rewrite else _source_hash(cls),
         rewritten=rewrite.text if rewrite else None,
         rewritten_sha256=rewrite.sha256 if rewrite else None,
-        diff=patch.diff() if rewrite and patch else None,
+        diff=_diff(patch, place) if rewrite and patch else None,
     )
     return Built(_with_id(variant, _without_types(traced.signature)), tuple(applied), rewrite)
 
@@ -184,6 +184,12 @@ def _doubt(fusion: Fusion, seen: Trace, call: ModuleCall) -> MissRecord | None:
     if len(call.signatures) > 1:
         return MissRecord(fusion.name, "it is called in different ways", place_of_class(seen.module_class))
     return None
+
+
+def _diff(patch: Patch, place: Place | None) -> str:
+    """The patch's diff, headed by the Python module and not by where it is installed: a plan is the same on every machine."""
+    _, _, rest = patch.diff().partition("\n")
+    return f"--- {place.module}:{place.line}\n{rest}" if place is not None and rest else rest
 
 
 def _source_hash(cls: type[nn.Module]) -> str | None:

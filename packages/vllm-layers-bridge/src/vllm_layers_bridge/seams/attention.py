@@ -104,6 +104,11 @@ def attach_attention(
         raise NotBuildable(
             f"vLLM gave `{prefix}` a window of {layer.sliding_window}; the model's own is {spec.sliding_window}."
         )
+    backend = getattr(layer, "attn_backend", None)  # not every platform asks it when the layer is built
+    if backend is not None and not backend.supports_head_size(spec.head_dim):
+        raise NotBuildable(
+            f"vLLM's {backend.get_name()} attention, given to `{prefix}`, takes no heads of {spec.head_dim}."
+        )
     setattr(module, CHILD, layer)
     built: nn.Module = layer
     return built
