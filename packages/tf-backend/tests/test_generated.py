@@ -120,4 +120,4 @@ def test_a_pickle_from_another_source_is_refused() -> None:
 
 def test_an_unknown_rewritten_class_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="was derived in this process"):
-        generated.NoSuchClass_0123  # noqa: B018
+        generated.NoSuchClass_0123

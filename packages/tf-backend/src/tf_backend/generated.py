@@ -56,7 +56,7 @@ def derive(original: type[nn.Module], rewrite: CompiledRewrite) -> type[nn.Modul
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle by recipe: the class is derived again where it is loaded."""
-    recipe: Recipe = type(self).tf_backend_recipe  # type: ignore[assignment]
+    recipe: Recipe = vars(type(self))["tf_backend_recipe"]
     original = recipe.original
     return (
         _rebuild,

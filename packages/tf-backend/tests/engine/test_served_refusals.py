@@ -68,7 +68,11 @@ def test_a_pooling_model(checkpoint: Callable[[str], Path]) -> None:
 def test_a_quantized_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "quantized")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     assert "does not serve quantized checkpoints" in refused(folder).error_text()
 

@@ -51,7 +51,7 @@ def apply(
     if plan.head is not None and plan.head.linear.tied_to is not None:
         head = model.get_submodule(plan.head.linear.name)
         tied = model.get_submodule(plan.head.linear.tied_to)
-        _set(model, plan.head.linear.name, head.tie_weights(tied))  # type: ignore[operator]
+        _set(model, plan.head.linear.name, head.tie_weights(tied))
     register_interface()
     model.config._attn_implementation = INTERFACE
     for attention in plan.attention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,15 @@ from tf_backend.weights.load import WeightLoader
 logger = logging.getLogger("vllm.tf_backend")  # below vLLM's root logger, so that its handlers and levels apply
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What runs, held outside of the module tree: parameters keep the names that transformers gives them."""
+
+    decoder: Decoder
+    head: Head
+    embedding: nn.Module
+
+
 class TransformersForCausalLM(nn.Module):
     """A transformers causal language model, fused by plan and run by the engine."""
 
@@ -42,11 +52,12 @@ class TransformersForCausalLM(nn.Module):
             pipeline=vllm_config.parallel_config.pipeline_parallel_size,
         )
         model = skeleton(model_config.hf_config, model_config.dtype)
-        planned = make_plan(model, parallel, capabilities.default())
+        known = capabilities.default()
+        planned = make_plan(model, parallel, known)
         plan = planned.plan
         if plan.refusals:
             raise ModelRefused(plan.refusals, architecture=plan.provenance.architecture)
-        capabilities.check(capabilities.default())
+        capabilities.check(known)
         publish_plan(vllm_config, plan)
         assert plan.head is not None
         self.plan = plan
@@ -70,10 +81,8 @@ class TransformersForCausalLM(nn.Module):
             self.add_module(name, child)
         projection = model.get_submodule(plan.head.linear.name)
         decoder = Decoder(vllm_config=vllm_config, prefix=prefix, base=model.get_submodule(plan.base))
-        # Not children: parameters keep the names that transformers gives them.
-        object.__setattr__(self, "decoder", decoder)
-        object.__setattr__(self, "head", Head(plan.head, projection, getattr(projection, "bias", None)))
-        object.__setattr__(self, "embedding", model.get_input_embeddings())
+        head = Head(plan.head, projection, getattr(projection, "bias", None))
+        self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
 
     def _check_checkpoint(self, vllm_config: VllmConfig) -> None:
@@ -99,7 +108,7 @@ class TransformersForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [tokens, hidden] of tokens [tokens]."""
-        embedded: torch.Tensor = self.embedding(input_ids)
+        embedded: torch.Tensor = self._parts.embedding(input_ids)
         return embedded
 
     def forward(
@@ -112,12 +121,12 @@ class TransformersForCausalLM(nn.Module):
         """Last hidden state [tokens, hidden]."""
         if inputs_embeds is not None:
             input_ids = None
-        hidden: torch.Tensor = self.decoder(input_ids, positions, inputs_embeds)
+        hidden: torch.Tensor = self._parts.decoder(input_ids, positions, inputs_embeds)
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits [tokens, vocabulary] of last hidden states [tokens, hidden]."""
-        logits: torch.Tensor | None = self.head(hidden_states)
+        logits: torch.Tensor | None = self._parts.head(hidden_states)
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
