@@ -71,6 +71,8 @@ def require_free_names(module: nn.Module, names: tuple[str, ...]) -> None:
 def other_use(trace: Trace, node: fx.Node) -> tuple[fx.Node, str] | None:
     """The node and the reason if the traced forward uses the child that `node` calls for anything but this one call."""
     name = str(node.target)
+    if node.op != "call_module":
+        return node, f"`{node.name}` is no call of a child"
     calls = [other for other in trace.graph.nodes if other.op == "call_module" and other.target == node.target]
     if len(calls) != 1:
         return calls[-1], f"`{name}` is called {len(calls)} times, so its weight cannot move into a merged layer"

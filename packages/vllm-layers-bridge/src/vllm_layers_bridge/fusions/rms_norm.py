@@ -71,7 +71,7 @@ class RMSNorm:
         """The whole forward, or the nearest miss."""
         found = find(PATTERN, trace)
         if isinstance(found, Miss):
-            return explain(found, trace)
+            return explain(found, trace, find(_NORMED, trace))
         if (problem := unfit(found, trace)) is not None:
             return Miss(problem[1], problem[0], found.captures, found.nodes, found.subject)
         return found

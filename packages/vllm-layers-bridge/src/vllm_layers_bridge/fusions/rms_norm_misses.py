@@ -14,9 +14,15 @@ from vllm_layers_bridge.fusions.source import is_path_known
 _WIDE = (torch.float32, torch.float64)
 
 
-def explain(miss: Miss, trace: Trace) -> Miss:
-    """The miss with a sentence for the commonest other norms; for the rest, where it parts from the formula."""
-    node, reason = _reason(miss, trace) or (miss.node, f"it is not x / sqrt(mean(x^2) + eps) * weight: {miss.reason}")
+def explain(miss: Miss, trace: Trace, core: Match | Miss) -> Miss:
+    """The miss with a sentence for the commonest other norms; for the rest, where it parts from the formula.
+
+    core: the norm without its weight, if it is there; then it is what else the forward computes that stands in the way.
+    """
+    node, reason = _reason(miss, trace, core) or (
+        miss.node,
+        f"it is not x / sqrt(mean(x^2) + eps) * weight: {miss.reason}",
+    )
     return Miss(reason, node, miss.captures, miss.nodes, miss.subject)
 
 
@@ -54,7 +60,7 @@ def unfit(match: Match, trace: Trace) -> tuple[fx.Node, str] | None:
 _IDLE = ("placeholder", "get_attr", "output")
 
 
-def _reason(miss: Miss, trace: Trace) -> tuple[fx.Node | None, str] | None:
+def _reason(miss: Miss, trace: Trace, core: Match | Miss) -> tuple[fx.Node | None, str] | None:
     by_name: dict[str, list[fx.Node]] = {}
     for node in trace.graph.nodes:
         by_name.setdefault(canonical(node), []).append(node)
@@ -70,8 +76,14 @@ def _reason(miss: Miss, trace: Trace) -> tuple[fx.Node | None, str] | None:
         ], "it divides by the root of a sum of squares; an RMS norm divides by that of their mean"
     if isinstance(trace.output, tuple | list | dict):
         return miss.node, f"it returns {len(trace.output)} values; vLLM's layer returns the normalised tensor alone"
-    beside = [node for node in trace.graph.nodes if node.op not in _IDLE and node not in miss.nodes]
-    beside.sort(key=lambda node: canonical(node) == "cast")  # what is cast is more telling than the cast
-    if "eps" in miss.captures and beside:
-        return beside[0], f"it computes `{canonical(beside[0])}` beside the norm; vLLM's layer computes the norm alone"
+    if isinstance(core, Match):
+        for node in trace.graph.nodes:
+            if node.op not in _IDLE and node not in core.nodes and not _is_weighting(node):
+                return node, f"it computes `{canonical(node)}` beside the norm; vLLM's layer computes the norm alone"
     return None
+
+
+def _is_weighting(node: fx.Node) -> bool:
+    """A product with a parameter, the sum of one and a number, or a cast: what a norm may have around it."""
+    name = canonical(node)
+    return name == "cast" or (name in ("mul", "add") and any(given.op == "get_attr" for given in node.all_input_nodes))

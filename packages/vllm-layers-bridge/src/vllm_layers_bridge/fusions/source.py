@@ -14,6 +14,8 @@ from ast_rewrite import FunctionSource, Patch, Refused, SourceSpan
 from fx_match import Guard, Trace, is_inplace
 from torch import fx
 
+from vllm_layers_bridge.fusions.children import other_use
+
 _CALLED_ALIKE = frozenset({"dtype", "device", "ndim", "layout"})
 """Properties of a tensor that all instances of a variant find the same: they were called alike."""
 
@@ -45,9 +47,11 @@ def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
 def projection_spans(trace: Trace, patch: Patch, node: fx.Node) -> tuple[SourceSpan, SourceSpan]:
     """The spans of ``self.name(x)`` and of its argument, for the call of a child that is to go away.
 
-    Raises Refused also where other code of the forward mentions the child and may still run.
+    Raises Refused also where the forward uses the child in another way, or mentions it in code that may still run.
     """
     require_same_forward(trace, patch)
+    if (use := other_use(trace, node)) is not None:
+        raise Refused(use[1])
     span = source_span(trace, node)
     argument = argument_span(patch, span)
     call = patch.source.expression_at(span)
