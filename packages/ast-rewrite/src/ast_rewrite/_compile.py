@@ -53,7 +53,7 @@ def compile_rewrite(
     """
     original = source.function
     text = (
-        f"# Made by ast_rewrite from {_portable(source)}:{source.lineno}, {source.qualname}\n"
+        f"# Made by ast_rewrite from {source.portable_filename}:{source.lineno}, {source.qualname}\n"
         f"# with {len(edits)} edit{'' if len(edits) == 1 else 's'}; nobody reads this file back to run it.\n"
         + definition
     )
@@ -82,12 +82,3 @@ def compile_rewrite(
     inner = copied(original, code, tuple(cells[name] for name in code.co_freevars))
     function = rebuilt(source.chain[0], original, inner)
     return CompiledRewrite(function, inner, text, sha256, filename, source.sha256, edits)
-
-
-def _portable(source: FunctionSource) -> str:
-    """The file's name from the folder of its top package on, so that the text is the same on every machine."""
-    module = str(source.function.__module__ or "").replace(".", "/")
-    for tail in (f"{module}.py", f"{module}/__init__.py"):
-        if module and source.filename.replace("\\", "/").endswith("/" + tail):
-            return tail
-    return source.filename

@@ -171,7 +171,9 @@ class Patch:
     def diff(self) -> str:
         """A unified diff from the original definition to the new one; empty if nothing changed."""
         old, new = (physical_lines(text) for text in (self.source.dedented, self.result()))
-        return "".join(difflib.unified_diff(old, new, f"{self.source.filename}:{self.source.lineno}", "rewritten"))
+        return "".join(
+            difflib.unified_diff(old, new, f"{self.source.portable_filename}:{self.source.lineno}", "rewritten")
+        )
 
     def compile(self, *, folder: Path | None = None) -> CompiledRewrite:
         """Compile the new definition, in a file under `folder` (default: the user's cache folder).

@@ -134,6 +134,15 @@ class FunctionSource:
         return SourceSpan.of(self.tree)
 
     @property
+    def portable_filename(self) -> str:
+        """The file's name from the folder of its top package on: the same on every machine. Elsewhere the whole name."""
+        module = str(self.function.__module__ or "").replace(".", "/")
+        for tail in (f"{module}.py", f"{module}/__init__.py"):
+            if module and self.filename.replace("\\", "/").endswith("/" + tail):
+                return tail
+        return self.filename
+
+    @property
     def receiver(self) -> str | None:
         """The name of the first parameter of a method (``self``); None for other functions and static methods."""
         args = self.tree.args
