@@ -15,7 +15,7 @@ from fx_match import LeafCall, Match, Miss, Trace, trace
 from torch import nn
 from vllm_layers_bridge.fusions import Fusion, ModuleFacts
 from vllm_layers_bridge.seams.leaf import attention_leaf
-from vllm_layers_bridge.specs import AttentionSpec, LayerSpec, MergedLinearSpec, QKVLinearSpec
+from vllm_layers_bridge.specs import ActivationAndMulSpec, AttentionSpec, LayerSpec, MergedLinearSpec, QKVLinearSpec
 
 torch.set_num_threads(1)  # before any other use: an OpenMP pool would not survive a fork
 
@@ -41,7 +41,6 @@ class Fused:
     def apply(self, load: Callable[[nn.Module, LayerSpec], None]) -> nn.Module:
         """The fused module, its layers built and loaded; to be called where vLLM is initialised."""
         from vllm_layers_bridge.layers import BuildContext, build
-        from vllm_layers_bridge.layers.linear import qkv_split_sizes
 
         if self.rewrite is None:
             (spec,) = self.specs
@@ -51,15 +50,54 @@ class Fused:
         for spec in self.specs:
             layer = build(spec, f"model.layers.0.block.{spec.name}", BuildContext())
             load(layer, spec)
-            setattr(self.module, spec.name, layer)
-            if isinstance(spec, QKVLinearSpec):
-                setattr(self.module, spec.sizes_attribute, qkv_split_sizes(spec, 1))
-            if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
-                for source in spec.sources:
-                    delattr(self.module, source.child)
+            self._place(spec, layer)
+        return self._rewritten()
+
+    def apply_plain(self) -> nn.Module:
+        """The fused module with layers of torch that compute what the specs say, in the place of vLLM's."""
+        for spec in self.specs:
+            if isinstance(spec, ActivationAndMulSpec):
+                self._place(spec, _PlainActivation(spec.activation))
+                continue
+            assert isinstance(spec, QKVLinearSpec | MergedLinearSpec)
+            children = [self.module.get_submodule(source.child) for source in spec.sources]
+            layer = nn.Linear(spec.in_features, sum(source.size for source in spec.sources), bias=spec.bias)
+            layer.weight.data = torch.cat([child.weight for child in children])
+            if spec.bias:
+                layer.bias.data = torch.cat([child.bias for child in children])
+            self._place(spec, layer)
+        return self._rewritten()
+
+    def _place(self, spec: LayerSpec, layer: nn.Module) -> None:
+        from vllm_layers_bridge.layers.linear import qkv_split_sizes
+
+        setattr(self.module, spec.name, layer)
+        if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
+            for source in spec.sources:
+                delattr(self.module, source.child)
+        if isinstance(spec, QKVLinearSpec):
+            setattr(self.module, spec.sizes_attribute, qkv_split_sizes(spec, 1))
+
+    def _rewritten(self) -> nn.Module:
         cls = type(self.module)
+        assert self.rewrite is not None
         self.module.__class__ = type(cls.__name__, (cls,), {"forward": self.rewrite.function})
         return self.module
+
+
+class _PlainActivation(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        functions = {
+            "silu": nn.functional.silu,
+            "gelu": nn.functional.gelu,
+            "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+        }
+        self.function = functions[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.function(gate) * up
 
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:

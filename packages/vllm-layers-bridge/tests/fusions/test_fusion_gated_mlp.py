@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,63 @@ def test_a_choice_by_size_survives_the_rewrite(fuse: Callable[..., Any], cls: ty
     assert [spec.name for spec in fused.specs] == ["gate_up_proj"]
 
 
+class InALoop(_Base):
+    def forward(self, x):
+        parts = []
+        for part in x.split(2, dim=1):
+            parts.append(self.down(self.act(self.gate(part)) * self.up(part)))
+        return torch.cat(parts, dim=1)
+
+
+class InAComprehension(_Base):
+    def forward(self, x):
+        return torch.cat([self.down(self.act(self.gate(part)) * self.up(part)) for part in x.split(4, dim=1)], dim=1)
+
+
+class InAConditional(_Base):
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x)) if x.shape[1] > 2 else self.down(self.up(x) * 0)
+
+
+class WithOneToken(_Base):
+    def forward(self, x):
+        if x.shape[1] == 1:
+            return x * 3
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class MoreAround(_Base):
+    def forward(self, x):
+        x = x + 1
+        y = 2 * (self.act(self.gate(x)) * self.up(x)) - self.up.in_features
+        x = x * 3
+        return self.down(y) + x
+
+
+class RepeatedActivation(_Base):
+    def forward(self, x):
+        return self.act(self.down(self.act(self.gate(x)) * self.up(x)))
+
+
+COMPUTE = [
+    *(cls for cls, _ in WHOLE), *STATEMENTS, SizeChoosesActivation, SizeChoosesActivationInside, InALoop, InAComprehension,
+    WithOneToken, RepeatedActivation,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", COMPUTE)
+def test_the_rewritten_forward_computes_what_it_did_at_every_size(
+    fuse: Callable[..., Any], cls: type[nn.Module]
+) -> None:
+    module = cls().requires_grad_(False)
+    inputs = [torch.randn(1, tokens, HIDDEN) for tokens in (1, 2, 3, 4, 9)]
+    expected = [module(x.clone()) for x in inputs]
+    fused = fuse(GatedMLP(), module, X[:, :2] if cls is InALoop else X)
+    applied = fused.apply_plain()
+    for x, y in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(applied(x.clone()), y, rtol=1e-5, atol=1e-6)
+
+
 # Near misses
 
 
@@ -292,6 +350,7 @@ NEAR = [
     (GateUsedTwice, "the output of `gate` is used outside of the product too, by `sum`"),
     (GateCalledTwice, "`gate` is called 2 times, so its weight cannot move into a merged layer"),
     (GateWeightRead, "the forward reads `gate.weight` beside calling `gate`"),
+    (MoreAround, "the forward reads `up.in_features` beside calling `up`"),
     (GateWidthRead, "the forward reads `gate.out_features` beside calling `gate`"),
     (DifferentInputs, "`gate` and `up` read different inputs"),
     (InputReboundBetween, "`gate` and `up` read different inputs"),
@@ -404,6 +463,8 @@ REFUSED = [
     (HelperActivation, "made in `_gated`"),
     (AliasedGate, "`gate` is called as `project`"),
     (GateAskedFor, "uses `self.gate` beside calling it"),
+    *([(InAComprehension, "made in `<listcomp>`")] if sys.version_info < (3, 12) else []),
+    (InAConditional, "on a path that depends on the sample"),
     (GateOnTheOtherPath, "on a path that depends on the sample"),
     (ComputedInput, "input must be a name"),
     (BranchBetween, "can be left between"),

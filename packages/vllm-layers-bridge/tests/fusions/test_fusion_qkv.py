@@ -167,6 +167,28 @@ def test_three_projections_become_one(
     )
 
 
+def attend_with_data(module, query, key, value, attention_mask=None, **keywords):
+    output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("cls", FUSES)
+def test_the_rewritten_forward_computes_what_it_did_at_every_size(
+    fuse: Callable[..., Any],
+    attention_facts: Callable[..., ModuleFacts],
+    monkeypatch: pytest.MonkeyPatch,
+    cls: type[nn.Module],
+) -> None:
+    module = cls().requires_grad_(False)
+    fused = fuse(QKV(), module, X, COS, COS, facts=attention_facts(HEADS, KV_HEADS, DIM))
+    monkeypatch.setitem(globals(), "attention_leaf", attend_with_data)
+    inputs = [[torch.randn(1, n, size) for size in (HIDDEN, DIM, DIM)] for n in (1, 2, 5, 9)]
+    expected = [module(*given) for given in inputs]
+    applied = fused.apply_plain()
+    for given, output in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(applied(*given), output, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_without_rotary_embedding_is_fused_too(
     fuse: Callable[..., Any], attention_facts: Callable[..., ModuleFacts]
 ) -> None:
