@@ -105,7 +105,14 @@ def _walk(trace: Trace, node: fx.Node) -> tuple[list[HeadStep], fx.Node]:
         if step is not None:
             steps.append(step)
         node = source
+    _check_not_written(trace, node)
     return steps[::-1], node
+
+
+def _check_not_written(trace: Trace, node: fx.Node) -> None:
+    writers = trace.written_by(node)
+    if writers:
+        raise _CannotCarry(f"`{node.name}` is written to in place", writers[0])
 
 
 def _step(trace: Trace, node: fx.Node) -> tuple[HeadStep | None, fx.Node]:
@@ -115,8 +122,7 @@ def _step(trace: Trace, node: fx.Node) -> tuple[HeadStep | None, fx.Node]:
         raise _CannotCarry(f"`{node.name}` is computed from {len(inputs)} values", node)
     source = inputs[0]
     name = canonical(node)
-    if trace.written_by(node):
-        raise _CannotCarry(f"`{node.name}` is written to in place", node)
+    _check_not_written(trace, node)
     if name in _ARITHMETIC and len(node.args) == 2 and not _has_alpha(node):
         args = tuple("x" if arg is source else arg for arg in node.args)
         if args.count("x") == 1 and all(arg == "x" or isinstance(arg, int | float) for arg in args):
@@ -150,11 +156,20 @@ def _is_unchanged(trace: Trace, node: fx.Node, source: fx.Node) -> bool:
     new, old = trace.value(node), trace.value(source)
     name = canonical(node)
     if name in {"getitem", "getattr"} and not isinstance(old, torch.Tensor):
-        if node.args[1] != HIDDEN:
-            raise _CannotCarry(f"it reads `{node.args[1]}` of the decoder's output and not `{HIDDEN}`", node)
+        path = _path(node)
+        if path != (HIDDEN,):
+            read = ".".join(str(part) for part in path)
+            raise _CannotCarry(f"it reads `{read}` of the decoder's output and not `{HIDDEN}`", node)
         return True
     is_view = name in {"getitem", "contiguous", "slice"}
     return is_view and isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and new.shape == old.shape
+
+
+def _path(node: fx.Node) -> tuple[object, ...]:
+    """Keys by which a part of a module's output is picked."""
+    if node.op == "call_module":
+        return ()
+    return (*_path(node.all_input_nodes[0]), node.args[1])
 
 
 def _check_inputs(model: PreTrainedModel, decoder: fx.Node) -> None:
