@@ -77,7 +77,7 @@ def test_comments_and_layout_stay(case):
         "            x)  # two\n"
     )
     assert c.patch.diff() == (
-        f"--- {c.source.filename}:2\n"
+        f"--- {c.source.portable_filename}:2\n"
         "+++ rewritten\n"
         "@@ -1,6 +1,6 @@\n"
         " def f(self, x):\n"
