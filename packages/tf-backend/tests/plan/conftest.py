@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,9 @@ def config_of() -> Callable[..., PreTrainedConfig]:
     def make(name: str, **overrides: Any) -> PreTrainedConfig:
         recipe = RECIPES.get(name)
         model_type = recipe.model_type if recipe else name
-        sizes = dict(recipe.config if recipe else SIZES)
-        config = CONFIG_MAPPING[model_type](**{**sizes, **overrides})
+        sizes = recipe.config if recipe else SIZES
+        values = copy.deepcopy({**sizes, **overrides})  # configs write into the dicts that they are given
+        config = CONFIG_MAPPING[model_type](**values)
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
         config.architectures = [architecture if isinstance(architecture, str) else architecture[0]]
         return config

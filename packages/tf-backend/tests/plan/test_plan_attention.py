@@ -1,0 +1,116 @@
+"""Every call of the attention interface is accounted for: each size, each keyword, each mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tf_backend.capabilities import Capabilities
+from tf_backend.plan.attention import plan_attention, specs_by_module
+from tf_backend.plan.masks import MaskKind
+from tf_backend.plan.observe import AttentionCall, Observation
+from torch import nn
+
+TOKENS = 37
+FULL = MaskKind("full")
+GOOD = AttentionCall(
+    "layers.3.attn",
+    torch.Size([1, 4, TOKENS, 32]),
+    torch.Size([1, 2, TOKENS, 32]),
+    torch.Size([1, 2, TOKENS, 32]),
+    FULL,
+    {"scaling": 0.25},
+)
+
+
+class Model(nn.Module):
+    """Something with a module to blame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"attn": nn.Identity()}) for _ in range(4))
+
+
+def run(platform: Capabilities, *calls: AttentionCall) -> Any:
+    return plan_attention(Model(), Observation(TOKENS, attention=list(calls)), platform)
+
+
+def test_a_good_call(platform: Capabilities) -> None:
+    (plan,), refusals = run(platform, GOOD)
+    assert refusals == ()
+    assert (plan.module, plan.index) == ("layers.3.attn", 3)
+    spec = plan.spec
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, spec.scale) == (4, 2, 32, 32, 0.25)
+    assert (spec.sliding_window, spec.logits_soft_cap) == (None, None)
+    assert specs_by_module((plan,)) == {"layers.3.attn": (spec,)}
+
+
+def test_the_window_comes_from_the_mask_and_not_from_the_keyword(platform: Capabilities) -> None:
+    keywords = {"scaling": 1, "sliding_window": 99, "softcap": 30}
+    (plan,), _ = run(platform, replace(GOOD, mask=MaskKind("sliding", 16), keywords=keywords))
+    assert (plan.spec.sliding_window, plan.spec.logits_soft_cap, plan.spec.scale) == (16, 30.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dropout": 0.0},
+        {"is_causal": True},
+        {"position_ids": torch.zeros(1, TOKENS)},
+        {"use_cache": False, "output_attentions": True, "return_dict": True, "output_router_logits": False},
+        {"s_aux": None, "position_bias": None, "softcap": None},
+    ],
+    ids=str,
+)
+def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabilities) -> None:
+    plans, refusals = run(platform, replace(GOOD, keywords={"scaling": 0.25, **keywords}))
+    assert len(plans) == 1
+    assert refusals == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"keywords": {}}, "no constant `scaling`"),
+        ({"keywords": {"scaling": torch.ones(())}}, "no constant `scaling`"),
+        ({"keywords": {"scaling": 1.0, "s_aux": torch.ones(4)}}, "`s_aux`"),
+        ({"keywords": {"scaling": 1.0, "position_bias": torch.ones(4)}}, "`position_bias`"),
+        ({"keywords": {"scaling": 1.0, "anything_new": 0}}, "`anything_new`"),
+        ({"keywords": {"scaling": 1.0, "dropout": 0.1}}, "random"),
+        ({"keywords": {"scaling": 1.0, "is_causal": False}}, "`is_causal`"),
+        ({"keywords": {"scaling": 1.0, "softcap": torch.ones(())}}, "`softcap`"),
+        ({"mask": MaskKind("bidirectional")}, "later tokens"),
+        ({"mask": MaskKind("chunked", 16)}, "chunked(16)"),
+        ({"mask": MaskKind("unknown", reason="of something")}, "of something"),
+        ({"value": torch.Size([1, 2, TOKENS, 64])}, "value heads of 64 beside key heads of 32"),
+        ({"query": torch.Size([2, 4, TOKENS, 32])}, "not one row"),
+        ({"query": torch.Size([1, 4, 1, 32])}, "not one row"),
+        ({"key": torch.Size([1, 2, 2 * TOKENS, 32]), "value": torch.Size([1, 2, 2 * TOKENS, 32])}, "not one row"),
+        ({"value": torch.Size([1, 2, TOKENS + 1, 32])}, "not one row"),
+        ({"value": torch.Size([1, 4, TOKENS, 32])}, "not one row"),
+        ({"key": torch.Size([1, 2, TOKENS, 64])}, "not one row"),
+        ({"query": torch.Size([1, 3, TOKENS, 32])}, "not one row"),
+        ({"query": torch.Size([4, TOKENS, 32])}, "not one row"),
+        ({name: torch.Size([1, 2, TOKENS, 48]) for name in ("query", "key", "value")}, "heads of 48"),
+    ],
+    ids=str,
+)
+def test_calls_that_the_engine_does_not_compute(changes: dict[str, Any], word: str, platform: Capabilities) -> None:
+    plans, (refusal,) = run(platform, replace(GOOD, **changes))
+    assert plans == ()
+    assert word in refusal.reason
+    assert refusal.reason.startswith("`Identity` ")
+    assert refusal.module == "layers.3.attn"
+
+
+def test_a_second_call_of_one_module(platform: Capabilities) -> None:
+    _, (refusal,) = run(platform, GOOD, GOOD)
+    assert "more than once" in refusal.reason
+
+
+def test_one_refusal_per_reason(platform: Capabilities) -> None:
+    bad = [replace(GOOD, module=f"layers.{i}.attn", mask=MaskKind("bidirectional")) for i in range(4)]
+    _, refusals = run(platform, *bad)
+    assert [refusal.module for refusal in refusals] == ["layers.0.attn"]
