@@ -49,10 +49,16 @@ def test_a_changed_rewrite_runs_on_a_warm_start(checkpoint: Callable[[str], Path
         (run,) = serve(request).require().runs
         return compare_run(reference_for(folder, run), run)
 
+    def artifacts() -> set[str]:
+        """Keys under which the engine keeps code that was compiled ahead of time."""
+        return {path.name for path in tmp_path.rglob("torch_aot_compile/*")}
+
     first = start(None)
     assert first.ok, str(first)
-    assert any(tmp_path.rglob("*")), "the first start left nothing in the cache"
+    (key,) = artifacts()
     changed = start(double_the_product)
     assert changed.worst > 0.1, "the old code ran: a doubled MLP must change the answer"
+    assert len(artifacts()) == 2, "another rewrite looked its code up under the key of the first"
     again = start(None)
     assert again.ok, str(again)
+    assert len(artifacts() - {key}) == 1, "the first rewrite did not find its own key again"
