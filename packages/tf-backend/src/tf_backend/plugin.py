@@ -6,13 +6,18 @@ falls to another implementation by accident.
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from tf_backend.errors import OptionRefused
+from tf_backend.names import REFUSED, SERVED
+
 
 def register() -> None:
     """Register our classes over vLLM's own names. Safe to call again."""
     from vllm.model_executor.models import ModelRegistry
 
     from tf_backend.model import served
-    from tf_backend.names import REFUSED, SERVED
 
     if _is_registered(ModelRegistry, SERVED[0], served.TransformersForCausalLM):
         return
@@ -23,6 +28,26 @@ def register() -> None:
     for architecture, name in _sent_by_architecture().items():
         target = getattr(served, name) if name in SERVED else served.refusing_class(name)
         ModelRegistry.register_model(architecture, target)
+
+
+def check_registered() -> None:
+    """Without our plugin the engine would quietly serve a model through a backend of its own.
+
+    Raises:
+        OptionRefused: vLLM's plugins are loaded in this process, and ours is not among them.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    known: Any = ModelRegistry.models.get(SERVED[0])
+    model_class = getattr(known, "model_cls", None)
+    module = str(getattr(known, "module_name", "")) if model_class is None else model_class.__module__
+    if module.partition(".")[0] != "tf_backend":
+        chosen = os.environ.get("VLLM_PLUGINS")
+        why = "its entry point is not installed" if chosen is None else f"VLLM_PLUGINS is {chosen!r}"
+        raise OptionRefused(
+            f"the engine did not load the plugin `tf_backend` ({why}), and would serve this model by other means. Unset "
+            "VLLM_PLUGINS, or add `tf_backend` to it; or install the package tf-backend again."
+        )
 
 
 def _is_registered(registry: object, name: str, cls: type) -> bool:

@@ -6,7 +6,7 @@ In: nothing. Out: an `argparse` parser whose result has `run`, a function from o
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tf_backend.errors import OptionRefused
 
@@ -14,8 +14,18 @@ from tf_backend.errors import OptionRefused
 class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting with status 2, which here means that a model is refused."""
 
+    keeps_arguments = False
+    """Whether arguments are kept as they are, for another parser that is slow to import."""
+
     def error(self, message: str) -> NoReturn:
         raise OptionRefused(f"{message}. `{self.prog} --help` shows what can be given.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does, or all of them into `arguments`; `--debug` is ours wherever it stands."""
+        if not self.keeps_arguments:
+            return super().parse_known_args(args, namespace)
+        kept = [argument for argument in args or () if argument != "--debug"]
+        return argparse.Namespace(arguments=kept, run=self.get_default("run")), []
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="versions of all that matters, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="command")
     _add_inspect(commands, shared)
+    _add_serve(commands)
     _add_demo(commands, shared)
     _add_capabilities(commands, shared)
     version = commands.add_parser("version", parents=[shared], help="versions of all that matters", allow_abbrev=False)
@@ -56,6 +67,15 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser], shared: _Parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
     parser.add_argument("--capabilities", metavar="FILE", help="plan for the engine recorded in FILE")
     parser.set_defaults(run=_inspect)
+
+
+def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
+    # The options, help included, are those of vLLM's parser.
+    parser = commands.add_parser(
+        "serve", help="serve a model: what `vllm serve` does, with all its options", add_help=False
+    )
+    parser.keeps_arguments = True
+    parser.set_defaults(run=_serve)
 
 
 def _add_demo(commands: argparse._SubParsersAction[_Parser], shared: _Parser) -> None:
@@ -133,6 +153,12 @@ class _Version(argparse.Action):
 
 def _inspect(options: argparse.Namespace) -> int:
     from tf_backend.cli._inspect import run
+
+    return run(options)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from tf_backend.cli._serve import run
 
     return run(options)
 

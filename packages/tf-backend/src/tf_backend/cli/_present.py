@@ -11,18 +11,25 @@ from tf_backend.errors import TfBackendError
 
 
 class EngineFailed(TfBackendError):
-    """The engine raised. The message is that of its root cause."""
+    """The engine raised. The message is that of its root cause, and `advice` for an error that is not ours."""
 
-    def __init__(self, phase: str, error: BaseException) -> None:
+    def __init__(
+        self,
+        phase: str,
+        error: BaseException,
+        *,
+        advice: str = "Its log may say more: run again with --verbose --debug.",
+    ) -> None:
         super().__init__(phase)
         self.phase = phase
         self.error = error
+        self.advice = advice
 
     def __str__(self) -> str:
         cause = root_cause(self.error)
         if isinstance(cause, TfBackendError):
             return str(cause)
-        return f"the engine failed while {self.phase}: {_named(cause)}. Its log may say more: run again with --verbose --debug."
+        return f"the engine failed while {self.phase}: {_named(cause)}. {self.advice}"
 
 
 def describe(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """What the engine wants from its process before it is imported: one process, small memory, few words.
 
-In: the installed engine's name and the user's wishes. Out: changes to `os.environ` (what the user set stays) and to the
-levels of loggers.
+In: the installed engine's name and the user's wishes. Out: changes to `os.environ` (what the user set stays) and, for the demo, to
+the levels of loggers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _ALWAYS = {
 _CPU = {
     # In GiB. The default is a share of all memory.
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # Binding threads to cores needs the NUMA library and the whole machine.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _SPARE_CORES = 1
 """Threads that wait for each other spin: with as many as cores, any other work makes each step ten times as slow."""
@@ -38,13 +36,26 @@ def prepare_environment(distribution: str, *, verbose: bool = False) -> None:
     """Set what is unset. Call before anything imports vLLM; `distribution` is ``vllm`` or ``vllm-cpu``."""
     wanted = dict(_ALWAYS)
     if distribution == "vllm-cpu":
-        wanted |= _CPU | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES))}
+        wanted |= _CPU
     if not verbose:
         wanted |= _QUIET
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+    _set_unset(wanted)
+    prepare_threads(distribution)
     if not verbose:
         # What is logged before vLLM has configured its logger, and by others on its behalf.
         for logger in ("vllm", "torch.utils.cpp_extension"):
             logging.getLogger(logger).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
+
+
+def prepare_threads(distribution: str) -> None:
+    """Set what is unset of the threads of a CPU engine; its processes inherit it. Call before anything imports vLLM."""
+    if distribution == "vllm-cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES)
+        # Binding threads to cores needs the NUMA library and the whole machine.
+        _set_unset({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)})
+
+
+def _set_unset(wanted: dict[str, str]) -> None:
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)

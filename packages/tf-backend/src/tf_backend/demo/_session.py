@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tf_backend.capabilities import installed
 from tf_backend.demo._throughput import Stopwatch, Throughput
 from tf_backend.errors import ConfigError, EngineMissing, OptionRefused
+from tf_backend.plugin import check_registered
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -72,7 +73,7 @@ class Session:
             use_tqdm_on_load=False,
         )
         if model_impl == "transformers":
-            _check_registered()
+            check_registered()
         self._engine: Any = LLMEngine.from_engine_args(arguments)
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._limit = int(self._engine.model_config.max_model_len)
@@ -138,19 +139,3 @@ def _context_length(folder: str | os.PathLike[str], trust_remote_code: bool) -> 
         raise ConfigError(f"the configuration in {os.fspath(folder)} cannot be read: {error}") from error
     longest = getattr(config, "max_position_embeddings", None)
     return min(_LONGEST_CONTEXT, longest) if isinstance(longest, int) and longest > 0 else _LONGEST_CONTEXT
-
-
-def _check_registered() -> None:
-    """Without our plugin the engine would quietly serve the model through a backend of its own."""
-    from vllm import ModelRegistry
-
-    known: Any = ModelRegistry.models.get("TransformersForCausalLM")
-    model_class = getattr(known, "model_cls", None)
-    module = str(getattr(known, "module_name", "")) if model_class is None else model_class.__module__
-    if module.partition(".")[0] != "tf_backend":
-        chosen = os.environ.get("VLLM_PLUGINS")
-        why = "its entry point is not installed" if chosen is None else f"VLLM_PLUGINS is {chosen!r}"
-        raise OptionRefused(
-            f"the engine did not load the plugin `tf_backend` ({why}), and would serve this model by other means. Unset "
-            "VLLM_PLUGINS, or add `tf_backend` to it; or install the package tf-backend again."
-        )

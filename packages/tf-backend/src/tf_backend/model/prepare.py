@@ -1,0 +1,58 @@
+"""All that can be known of a model before its first layer is built: options, plan, capabilities, checkpoint.
+
+In: the engine's config. Out: a plan that will be served, with the model on meta; or the error that says why not. It runs in the
+process of the command before the engine starts, and again where the model is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tf_backend import capabilities
+from tf_backend.errors import ModelRefused
+from tf_backend.model.options import check_engine_options
+from tf_backend.model.skeleton import skeleton
+from tf_backend.plan.planner import Planned, make_plan
+from tf_backend.plan.schema import Parallel
+from tf_backend.weights.checkpoint import check_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model on meta and the plan by which it is served."""
+
+    model: PreTrainedModel
+    planned: Planned
+    parallel: Parallel
+
+
+def prepare(vllm_config: Any) -> Prepared:
+    """Plan the model of `vllm_config` (a `vllm.config.VllmConfig`) and hold engine and checkpoint against the plan.
+
+    Raises:
+        OptionRefused: an option of the engine that is not served.
+        ConfigError: no such architecture, or its constructor refuses the values.
+        ModelRefused: the model cannot be served; holds the reasons.
+        CapabilityMismatch: the engine is another than the one that was planned for.
+        CheckpointError: a local checkpoint that cannot be loaded.
+    """
+    check_engine_options(vllm_config)
+    model_config = vllm_config.model_config
+    parallel = Parallel(
+        tensor=vllm_config.parallel_config.tensor_parallel_size,
+        pipeline=vllm_config.parallel_config.pipeline_parallel_size,
+    )
+    model = skeleton(model_config.hf_config, model_config.dtype)
+    known = capabilities.default()
+    planned = make_plan(model, parallel, known)
+    if planned.plan.refusals:
+        raise ModelRefused(planned.plan.refusals, architecture=planned.plan.provenance.architecture)
+    capabilities.check(known)
+    folder = Path(model_config.model)
+    if folder.is_dir() and not getattr(model_config, "model_weights", ""):  # else they lie elsewhere than the config
+        check_checkpoint(folder, planned, str(vllm_config.load_config.load_format))
+    return Prepared(model, planned, parallel)
