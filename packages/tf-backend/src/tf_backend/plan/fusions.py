@@ -45,7 +45,7 @@ def installed_fusions() -> tuple[Fusion, ...]:
 
 
 def _several(loaded: Any) -> Iterable[Any]:
-    if isinstance(loaded, Fusion):
+    if isinstance(loaded, Fusion) and not isinstance(loaded, type):
         return (loaded,)
     if callable(loaded):
         loaded = loaded()

@@ -47,7 +47,8 @@ def plan_modules(
             continue
         if name in {"", base} or not is_traced(module) or name not in seen.calls:
             continue
-        outcome = table.outcome(module, seen.calls[name], ModuleFacts(name, attention.get(name, ())))
+        call = seen.calls[name]
+        outcome = table.outcome(module, call, ModuleFacts(name, attention.get(name, ()), call.args, call.kwargs))
         built = outcome.built
         replaces = any(fusion.replaces_module for fusion in built.applied)
         action: Action = "replace" if replaces else "rewrite" if built.applied else "keep"
