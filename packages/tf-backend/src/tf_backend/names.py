@@ -9,6 +9,8 @@ SERVED: tuple[str, ...] = ("TransformersForCausalLM", "TransformersMoEForCausalL
 """Classes that plan the model and serve it, or refuse it with the reasons that the plan found."""
 
 REFUSED: dict[str, str] = {
+    "TransformersForMTP": "multi-token prediction draft models",
+    "TransformersMoEForMTP": "multi-token prediction draft models",
     "TransformersMultiModalForCausalLM": "multimodal models",
     "TransformersMultiModalMoEForCausalLM": "multimodal models",
     "TransformersEmbeddingModel": "pooling models (embedding)",
