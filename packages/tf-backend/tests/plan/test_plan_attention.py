@@ -47,8 +47,9 @@ def test_a_good_call(platform: Capabilities) -> None:
     assert specs_by_module((plan,)) == {"layers.3.attn": (spec,)}
 
 
-def test_the_window_comes_from_the_mask_and_not_from_the_keyword(platform: Capabilities) -> None:
-    keywords = {"scaling": 1, "sliding_window": 99, "softcap": 30}
+@pytest.mark.parametrize("window", [16, None])
+def test_the_window_comes_from_the_mask(window: int | None, platform: Capabilities) -> None:
+    keywords = {"scaling": 1, "sliding_window": window, "softcap": 30}
     (plan,), _ = run(platform, replace(GOOD, mask=MaskKind("sliding", 16), keywords=keywords))
     assert (plan.spec.sliding_window, plan.spec.logits_soft_cap, plan.spec.scale) == (16, 30.0, 1.0)
 
@@ -81,6 +82,8 @@ def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabi
         ({"keywords": {"scaling": 1.0, "dropout": 0.1}}, "random"),
         ({"keywords": {"scaling": 1.0, "is_causal": False}}, "`is_causal`"),
         ({"keywords": {"scaling": 1.0, "softcap": torch.ones(())}}, "`softcap`"),
+        ({"keywords": {"scaling": 1.0, "sliding_window": 99}, "mask": MaskKind("sliding", 16)}, "window of 99"),
+        ({"keywords": {"scaling": 1.0, "sliding_window": 99}}, "mask that is full"),
         ({"mask": MaskKind("bidirectional")}, "later tokens"),
         ({"mask": MaskKind("chunked", 16)}, "chunked(16)"),
         ({"mask": MaskKind("unknown", reason="of something")}, "of something"),

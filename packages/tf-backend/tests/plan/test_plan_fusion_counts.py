@@ -75,3 +75,8 @@ def test_weights_are_routed_into_merged_layers(plan_of: Callable[..., Plan]) -> 
     assert (up.target, up.shard, up.shape) == (f"{prefix}.mlp.gate_up_proj.weight", 1, (192, 128))
     assert rules["model.norm.weight"].target == "model.norm.weight"
     assert rules["lm_head.weight"].target == "lm_head.weight"
+
+
+def test_a_window_longer_than_the_longest_context_is_kept(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of("mistral", sliding_window=4096, max_position_embeddings=256)
+    assert [call.spec.sliding_window for call in plan.attention] == [4096, 4096]

@@ -32,7 +32,7 @@ INERT_KEYWORDS = frozenset(
 """Keywords that models pass through to the interface and that no attention function of transformers reads."""
 
 EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal"})
-"""Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here. The window is read from the mask, which must agree."""
+"""Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here; a window must be the mask's."""
 
 
 class AttentionCapabilities(Protocol):

@@ -47,11 +47,15 @@ class MixingDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tokens = tokens
         self.current_module = current_module
         self.found: list[Mixing] = []
+        self.is_paused = False
+        """True while something that is not the model runs within it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self.is_paused:
+            return out
         operation = Operation.of(func, args, kwargs or {}, out)
         why = why_not_tokenwise(operation, self.tokens)
         if why:

@@ -143,17 +143,17 @@ class _Observer:
         self.stack: list[str] = []
         self.masks: dict[int, tuple[torch.Tensor, MaskKind]] = {}
         self.seen = Observation(tokens=tokens)
+        self.detector = MixingDetector(tokens, self._current)
 
     def run(self) -> Observation:
         tokens = torch.zeros((1, self.seen.tokens), dtype=torch.long, device="meta")
         with self._hooked(), observing(self.model, self._attention, self._mask), torch.no_grad():
-            detector = MixingDetector(self.seen.tokens, self._current)
             try:
-                with detector:
+                with self.detector:
                     self.model(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
             except Exception as error:  # the model's own failure is the answer, not ours to raise
                 self.seen.failure = self._failure(error)
-            self.seen.mixing = detector.found
+            self.seen.mixing = self.detector.found
         return self.seen
 
     def _current(self) -> str:
@@ -180,7 +180,9 @@ class _Observer:
 
     def _mask(self, *, mask_function: Callable[..., Any], kv_length: int, q_length: int, **_: Any) -> torch.Tensor:
         mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
+        self.detector.is_paused = True  # the model does not run what is run to look at its mask
         self.masks[id(mask)] = (mask, classify(mask_function, longest=LONGEST))
+        self.detector.is_paused = False
         return mask
 
     def _attention(
