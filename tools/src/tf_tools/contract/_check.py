@@ -13,6 +13,7 @@ from tf_tools.contract import _ledger
 from tf_tools.contract._claims import CLAIMS, Claim, claim_problems
 from tf_tools.contract._collect import Uses
 from tf_tools.contract._data import CallShape, Definition, Entry, Place, Surface, Use, private_part
+from tf_tools.contract._options import NAMESPACE
 from tf_tools.contract._signature import misfit
 
 RECORD = "python -m tf_tools.contract record --wheel VERSION"
@@ -36,24 +37,34 @@ class Problem:
 def check_surface(uses: Iterable[Use], surface: Surface) -> tuple[Problem, ...]:
     """Every use that `surface` cannot serve: missing, of unknown type, called in a way that does not fit, or not recorded."""
     found: dict[tuple[str, str], list[Place]] = {}
+    absent: dict[str, Place] = {}
     for use in uses:
-        for what in _use_problems(use, surface.entries.get(use.path), surface):
+        if use.kind == "untyped":
+            continue  # a problem of our source, whatever the build
+        if use.path not in surface.entries:
+            absent.setdefault(use.path, use.place)
+            continue
+        for what in _use_problems(use, surface.entries[use.path], surface):
             found.setdefault((use.path, what), []).append(use.place)
-    return tuple(Problem(surface.source, path, what, tuple(places)) for (path, what), places in found.items())
+    problems = [Problem(surface.source, path, what, tuple(places)) for (path, what), places in found.items()]
+    if absent:  # together: one command mends them all
+        problems.append(Problem(surface.source, ", ".join(absent), _unrecorded(surface), tuple(absent.values())))
+    return tuple(problems)
 
 
-def _use_problems(use: Use, entry: Entry | None, surface: Surface) -> Iterator[str]:
-    again = f"record it again: {RECORD.replace('VERSION', surface.source.split()[-1])}"
-    if entry is None:
-        yield f"not in the record; {again}"
-    elif not entry.definitions:
+def _unrecorded(surface: Surface) -> str:
+    return f"not in the record; record it again: {RECORD.replace('VERSION', surface.source.split()[-1])}"
+
+
+def _use_problems(use: Use, entry: Entry, surface: Surface) -> Iterator[str]:
+    if not entry.definitions:
         yield entry.missing
     elif all(one.kind == "unknown" for one in entry.definitions):
         yield f"its type cannot be told: {entry.definitions[0].where}; {_TYPE_IT}"
     elif use.call is not None:
         what = _call_problem(use.call, entry.definitions)
         if what is not None:
-            yield f"a call {use.call} does not fit: {what}" if what else f"the record has no signature; {again}"
+            yield f"a call {use.call} does not fit: {what}" if what else f"its signature is {_unrecorded(surface)}"
 
 
 def _call_problem(call: CallShape, definitions: tuple[Definition, ...]) -> str | None:
@@ -78,8 +89,7 @@ def check_claims(surface: Surface, packages: Path, claims: Iterable[Claim] = CLA
     for claim in claims:
         entry = surface.entries.get(claim.path)
         if entry is None:
-            what = f"not in the record; record it again: {RECORD.replace('VERSION', surface.source.split()[-1])}"
-            found.append(Problem(surface.source, claim.path, what))
+            found.append(Problem(surface.source, claim.path, _unrecorded(surface)))
         elif not entry.definitions:
             found.append(Problem(surface.source, claim.path, entry.missing))
         else:
@@ -111,6 +121,9 @@ def check_ledgers(uses: Uses, surface: Surface) -> tuple[Problem, ...]:
 
 
 def _rules(use: Use, surface: Surface) -> Iterator[tuple[str, Iterable[str], str]]:
+    if use.kind == "untyped":
+        yield use.path, (), f"nothing says of which type this is; {_TYPE_IT}, or annotate it"
+        return
     private = private_part(use.path)
     if private is not None:
         yield private, _ledger.PRIVATE, "private; give the reason in PRIVATE of _ledger.py, or do without"
@@ -120,6 +133,8 @@ def _rules(use: Use, surface: Surface) -> Iterator[tuple[str, Iterable[str], str
             yield use.path, (), "a layer of vLLM, from which nothing of ours may derive: wrap it"
         else:
             yield use.path, _ledger.DERIVED, "derived from; give the reason in DERIVED of _ledger.py, or do without"
+    elif use.kind == "write" and use.path.startswith(NAMESPACE):
+        return  # the parsed options are ours
     elif use.kind == "write" and "()" in use.path:
         yield use.path, _ledger.WRITTEN, "written to; give the reason in WRITTEN of _ledger.py, or do without"
     elif use.kind == "write":

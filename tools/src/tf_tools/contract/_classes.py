@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
@@ -87,9 +89,21 @@ def find_outside(cls: Thing, name: str, names: Names) -> str | None:
                 base = _load(one.where)
             except (ImportError, AttributeError):
                 continue
-            if hasattr(base, name):
+            if hasattr(base, name) or _sets(base, name):
                 return f"{one.where}.{name}"
     return None
+
+
+def _sets(base: object, name: str) -> bool:
+    """Whether the source of a class or of one of its bases sets ``self.<name>``."""
+    for cls in getattr(base, "__mro__", ()):
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):
+            continue
+        if re.search(rf"\bself\.{name}\s*[:=]", source):
+            return True
+    return False
 
 
 def _load(dotted: str) -> object:

@@ -2,8 +2,9 @@
 
 In: the packages' ``src`` folders. Out: `Use`s with file and line, and the rows of `_typed` that nothing matches. Counted as a use: an
 import, an attribute read (``getattr`` and ``hasattr`` with a literal name included), a call with its shape, a base class, something
-written to, the name of an environment variable, a compiled operator. A name that is not literal is a use of kind `dynamic`: nobody can
-check it.
+written to, the name of an environment variable, a compiled operator, an option of ``vllm serve`` that a message names. A name that is
+not literal is a use of kind `dynamic`, and an attribute of what is called like an engine's config, but of unknown type, one of kind
+`untyped`: nobody can check those.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tf_tools.contract._data import CallShape, Place, Use, UseKind, attribute
+from tf_tools.contract._options import NAMESPACE, added_options
 from tf_tools.contract._typed import TYPED, Typed
 from tf_tools.contract._values import NOTHING, Names, Value
 
 _VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])")
+_ENGINE_NAMES = re.compile(r"(vllm|model|cache|quant|parallel|load|compilation|scheduler|speculative)_config")
 _CHANGES = {"append", "extend", "insert", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard", "add"}
 _MODULES = {"importlib.import_module", "import_module", "importlib.util.find_spec", "find_spec", "pytest.importorskip"}
 
@@ -35,13 +39,15 @@ def collect(roots: Iterable[Path], rows: tuple[Typed, ...] = TYPED) -> Uses:
     """Uses in all Python files below `roots`, each a ``src`` folder."""
     found: list[Use] = []
     matched: set[Typed] = set()
-    for root in roots:
-        for file in sorted(root.rglob("*.py")):
-            name = file.relative_to(root).as_posix()
-            collector = Collector(name, tuple(row for row in rows if row.file == name))
-            collector.visit(ast.parse(file.read_bytes(), filename=name))
-            found += collector.uses
-            matched |= collector.names.matched
+    files = {file: root for root in roots for file in sorted(root.rglob("*.py"))}
+    trees = {file: ast.parse(file.read_bytes(), filename=file.name) for file in files}
+    own_options = frozenset(name for tree in trees.values() for name in added_options(tree))
+    for file, root in files.items():
+        name = file.relative_to(root).as_posix()
+        collector = Collector(name, tuple(row for row in rows if row.file == name), own_options)
+        collector.visit(trees[file])
+        found += collector.uses
+        matched |= collector.names.matched
     unique = dict.fromkeys(found)
     return Uses(tuple(sorted(unique, key=lambda use: use.place)), tuple(row for row in rows if row not in matched))
 
@@ -49,9 +55,10 @@ def collect(roots: Iterable[Path], rows: tuple[Typed, ...] = TYPED) -> Uses:
 class Collector(ast.NodeVisitor):
     """Uses in one file, named `file` in their places."""
 
-    def __init__(self, file: str, rows: tuple[Typed, ...] = ()) -> None:
+    def __init__(self, file: str, rows: tuple[Typed, ...] = (), own_options: frozenset[str] = frozenset()) -> None:
         self.uses: list[Use] = []
         self.names = Names(file, rows)
+        self._own_options = own_options
         self._literal_keys: dict[str, list[str] | None] = {}
         """Keys of the tables that names of the current function stand for; None once something else may be in them."""
 
@@ -223,11 +230,19 @@ class Collector(ast.NodeVisitor):
         if not is_own and not self.names.rows_for(node):
             is_operator = any(path.startswith("torch.ops.") for path in value.paths)
             self._add(value, "operator" if is_operator else "attribute", node)
+            if not value.paths and isinstance(node.value, ast.Name) and _ENGINE_NAMES.fullmatch(node.value.id):
+                self._add(Value(frozenset({f"{node.value.id}.{node.attr}"})), "untyped", node)
         self.visit(node.value)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str) and _VARIABLE.fullmatch(node.value):
+        if not isinstance(node.value, str):
+            return
+        if _VARIABLE.fullmatch(node.value):
             self._add(Value(frozenset({attribute("vllm.envs", node.value)})), "environment", node)
+        for named in _OPTION.findall(node.value):
+            option = named.replace("-", "_")
+            if option not in self._own_options | {"help"}:
+                self._add(Value(frozenset({attribute(NAMESPACE, option)})), "option", node)
 
     def visit_Call(self, node: ast.Call) -> None:
         function, rows = ast.unparse(node.func), self.names.rows_for(node)
@@ -239,6 +254,10 @@ class Collector(ast.NodeVisitor):
                     self._add(self.names.infer(base), "subclass", base)
             case [ast.Constant(value=str(module)), *_] if function in _MODULES and _is_vllm(module):
                 self._add(Value(frozenset({module})), "import", node)
+            case [] if isinstance(node.func, ast.Attribute) and node.func.attr == "set_defaults":
+                if any(path.startswith("vllm.") for path in self.names.infer(node.func.value).paths):
+                    for keyword in node.keywords:
+                        self._add(Value(frozenset({attribute(NAMESPACE, keyword.arg or "")})), "option", node)
             case [target, *_] if function in {"dataclasses.replace", "replace"}:
                 for keyword in node.keywords:
                     if keyword.arg is not None:

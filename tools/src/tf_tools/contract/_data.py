@@ -5,6 +5,8 @@ A **path** names one thing without importing it: a module, a colon, then steps. 
 
     vllm.config:VllmConfig().parallel_config.tensor_parallel_size
     vllm.v1.engine.llm_engine:LLMEngine.from_engine_args().step()[*].request_id
+
+An option of ``vllm serve`` is written ``vllm-serve:max_model_len``, a compiled operator ``torch.ops._C:name``.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-UseKind = Literal["import", "attribute", "call", "subclass", "environment", "operator", "write", "dynamic"]
+UseKind = Literal[
+    "import", "attribute", "call", "subclass", "environment", "operator", "option", "write", "dynamic", "untyped"
+]
 FoundKind = Literal["module", "class", "function", "value", "outside", "unknown"]
 ParameterKind = Literal["positional", "normal", "*", "keyword", "**"]
 

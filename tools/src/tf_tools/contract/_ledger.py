@@ -41,8 +41,12 @@ DERIVED: dict[str, str] = {
 
 WRITTEN: dict[str, str] = {
     "vllm.config:VllmConfig().additional_config": "the plan's hash must be in the compile cache's key before anything compiles",
+    "vllm.entrypoints.cli.serve:ServeSubcommand().subparser_init().usage": "the help names our command",
+    "vllm.entrypoints.cli.serve:ServeSubcommand().subparser_init().epilog": "the help names our command",
 }
 """Attributes of objects that vLLM hands us, and that we set -> why."""
 
-DYNAMIC: dict[str, str] = {}
+DYNAMIC: dict[str, str] = {
+    "vllm-serve": "options of memory are compared with their defaults one after the other, by names that stand beside it",
+}
 """Things of vLLM from which a name is read that is not literal, so that nobody can check it -> why."""

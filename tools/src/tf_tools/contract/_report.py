@@ -23,7 +23,8 @@ def print_uses(console: Console, uses: Sequence[Use], surfaces: Sequence[Surface
     broken = {(problem.source, problem.path) for problem in problems}
     grouped: dict[str, list[Use]] = {}
     for use in uses:
-        grouped.setdefault(use.path, []).append(use)
+        if use.kind != "untyped":
+            grouped.setdefault(use.path, []).append(use)
     for path in sorted(grouped):
         kinds = ", ".join(sorted({use.kind for use in grouped[path]}))
         calls = sorted({str(use.call) for use in grouped[path] if use.call is not None})

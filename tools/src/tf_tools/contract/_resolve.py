@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tf_tools.contract._annotations import Scope, type_of_expression, types_of_annotation
 from tf_tools.contract._classes import Member, find_member, find_outside
 from tf_tools.contract._data import Signature, attribute, split
+from tf_tools.contract._options import NAMESPACE, serve_options
 from tf_tools.contract._signature import constructor, signature
 from tf_tools.contract._things import Found, Function, Thing, found_thing, instance_of, outside, unknown
 from tf_tools.contract._tree import Binding, Module, Tree
@@ -35,11 +36,14 @@ class Resolver:
         self._open: list[Thing] = []
         """Functions whose return statements are being read."""
         self.resolve = functools.cache(self._resolve)
+        self.options = functools.cache(lambda: serve_options(self))
         self.bases = functools.cache(self._bases)
 
     def _resolve(self, path: str) -> Resolution:
         if path.startswith("torch.ops."):
             return self._operator(path)
+        if path.startswith(NAMESPACE):
+            return self._option(path)
         name, steps = split(path)
         module = self.tree.module(name)
         if module is None:
@@ -64,6 +68,15 @@ class Resolver:
         if not any(isinstance(node, ast.Attribute) and ast.unparse(node) == wanted for node in nodes):
             return Resolution((), f"vllm._custom_ops calls no {wanted}")
         return Resolution((found_thing(outside(wanted)),))
+
+    def _option(self, path: str) -> Resolution:
+        _, steps = split(path)
+        if not steps:
+            return Resolution((found_thing(outside(NAMESPACE)),))
+        where = self.options().get(steps[0])
+        if where is None:
+            return Resolution((), f"vllm serve has no option --{steps[0].replace('_', '-')}")
+        return Resolution((Found("value", where, (outside(NAMESPACE),)),))
 
     def step(self, thing: Thing, step: str) -> list[Found]:
         """What one step from `thing` leads to; empty when it has no such thing."""

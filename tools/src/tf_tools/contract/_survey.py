@@ -23,6 +23,8 @@ def survey(tree: Tree, uses: Iterable[Use], claims: Iterable[Claim]) -> Surface:
     resolver = Resolver(tree)
     kinds: dict[str, set[str]] = {}
     for use in uses:
+        if use.kind == "untyped":
+            continue
         kinds.setdefault(use.path, set()).add(use.kind)
     claimed = {claim.path: isinstance(claim, Implemented) for claim in claims}
     entries = {}

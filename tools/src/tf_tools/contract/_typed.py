@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tf_tools.contract._options import NAMESPACE
+
 
 @dataclass(frozen=True, slots=True)
 class Typed:
@@ -19,12 +21,24 @@ class Typed:
     path: str
 
 
+_OPTIONS = NAMESPACE
+"""The parsed options of ``vllm serve``."""
 _CONFIG = "vllm.config:VllmConfig()"
 _BACKEND = "vllm.v1.attention.backend:AttentionBackend"
 _LINEAR = "vllm.model_executor.layers.linear"
 _REGISTERED = "vllm.model_executor.models.registry:_RegisteredModel()"
 
 TYPED: tuple[Typed, ...] = (
+    Typed("tf_backend/cli/_serve_options.py", "parse", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_options.py", "_parser", "command", "vllm.entrypoints.cli.serve:ServeSubcommand()"),
+    Typed("tf_backend/cli/_serve_options.py", "_bound_cache", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_preflight.py", "preflight", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_preflight.py", "preflight", "config", _CONFIG),
+    Typed("tf_backend/cli/_serve_preflight.py", "_check_folder", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_preflight.py", "_engine_config", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_server.py", "serve", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_server.py", "_is_single", "arguments", _OPTIONS),
+    Typed("tf_backend/model/prepare.py", "prepare", "vllm_config", _CONFIG),
     Typed(
         "tf_backend/capabilities/_activations.py",
         "gated_activations",
