@@ -30,6 +30,16 @@ class Covered:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """Every name in our `table` in `file` (the values of a dict when `values`, else its keys) is a key of vLLM's table `path`."""
+
+    path: str
+    file: str
+    table: str
+    values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """vLLM's constant `path` is a group of entry points in `file`, a ``pyproject.toml``."""
 
@@ -50,11 +60,20 @@ class Implemented:
     optional: dict[str, str] = field(default_factory=dict, hash=False)
 
 
-Claim = Covered | Group | Implemented
+Claim = Covered | Known | Group | Implemented
 
 CLAIMS: tuple[Claim, ...] = (
     Covered(f"{_TABLES}:_TRANSFORMERS_BACKEND_MODELS", "tf_backend/names.py", ("SERVED", "REFUSED")),
     Covered(f"{_TABLES}:_TRANSFORMERS_SUPPORTED_MODELS", "tf_backend/names.py", ("SERVED", "REFUSED"), targets=True),
+    Known(
+        "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER", "tf_backend/weights/checkpoint.py", "_SUFFIXES"
+    ),
+    Known(
+        "vllm.model_executor.layers.activation:_ACTIVATION_AND_MUL_REGISTRY",
+        "vllm_layers_bridge/layers/activation.py",
+        "FUSED_ACTIVATIONS",
+        values=True,
+    ),
     Group("vllm.plugins:DEFAULT_PLUGINS_GROUP", "tf-backend/pyproject.toml"),
     *(
         Implemented(
@@ -80,6 +99,12 @@ def claim_problems(claim: Claim, entry: Entry, packages: Path) -> Iterator[str]:
                 if missing or not theirs:
                     what = f"`{'`, `'.join(missing)}`" if missing else "a table that is not literal any more"
                     yield f"{' and '.join(claim.tables)} of {claim.file} lack {what}"
+            case Known():
+                ours = _table(_source(packages, claim.file), claim.table, claim.values)
+                missing = sorted(ours - _names(definition.value, targets=False))
+                if missing or not ours:
+                    what = f"`{'`, `'.join(missing)}`" if missing else "nothing that can be read"
+                    yield f"{claim.table} of {claim.file} has {what}, which this table lacks"
             case Group():
                 groups = tomllib.loads((packages / claim.file).read_text())["project"]["entry-points"]
                 if definition.value not in groups:
@@ -102,12 +127,18 @@ def _names(value: object, targets: bool) -> set[str]:
 
 
 def _our_names(tree: ast.Module, tables: tuple[str, ...]) -> set[str]:
-    names: set[str] = set()
+    return {name for table in tables for name in _table(tree, table, values=False)}
+
+
+def _table(tree: ast.Module, table: str, values: bool) -> set[str]:
+    """Names in a literal table of ours: of a sequence its items, of a dict its keys or its values."""
     for node in tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
-        if isinstance(target, ast.Name) and target.id in tables:
-            names.update(ast.literal_eval(getattr(node, "value")))  # noqa: B009
-    return names
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and target.id == table:
+                found = ast.literal_eval(node.value)
+                return set(map(str, found.values() if values else found))
+    return set()
 
 
 def _lacking(claim: Implemented, interface: dict[str, Signature], tree: ast.Module) -> Iterator[str]:

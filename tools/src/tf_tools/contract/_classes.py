@@ -89,7 +89,8 @@ def find_outside(cls: Thing, name: str, names: Names) -> str | None:
                 base = _load(one.where)
             except (ImportError, AttributeError):
                 continue
-            if hasattr(base, name) or _sets(base, name):
+            # Statically: the attribute `value` of an enumeration raises on the class.
+            if inspect.getattr_static(base, name, None) is not None or hasattr(base, name) or _sets(base, name):
                 return f"{one.where}.{name}"
     return None
 

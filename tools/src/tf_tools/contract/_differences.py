@@ -47,8 +47,8 @@ def _compare(old: Definition, new: Definition) -> Iterator[tuple[What, str]]:
         yield "source", "its source changed: read it again"
     if isinstance(old.value, dict) and isinstance(new.value, dict) and old.value != new.value:
         yield "names", _names_text(set(map(str, old.value)), set(map(str, new.value)))
-    for name in sorted((old.members or {}).keys() ^ (new.members or {}).keys()):
-        yield "names", f"{'-' if name in (old.members or {}) else '+'}{name}"
+    if old.members is not None and new.members is not None and old.members != new.members:
+        yield "names", _names_text(set(old.members), set(new.members))
 
 
 def _signature_text(old: Signature, new: Signature) -> str:
@@ -64,4 +64,4 @@ def _signature_text(old: Signature, new: Signature) -> str:
 
 def _names_text(old: set[str], new: set[str]) -> str:
     parts = [f"-{name}" for name in sorted(old - new)] + [f"+{name}" for name in sorted(new - old)]
-    return " ".join(parts) or "other values"
+    return " ".join(parts) or "the same names, which mean something else"

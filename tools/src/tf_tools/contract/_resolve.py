@@ -33,7 +33,7 @@ class Resolver:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        self._open: list[Thing] = []
+        self._open: list[ast.AST] = []
         """Functions whose return statements are being read."""
         self.resolve = functools.cache(self._resolve)
         self.options = functools.cache(lambda: serve_options(self))
@@ -210,9 +210,9 @@ class Resolver:
         scope = Scope(_module(thing), thing.node, thing.owner)
         if thing.node.returns is not None:
             return types_of_annotation(thing.node.returns, scope, self)
-        if thing in self._open:
+        if thing.node in self._open:
             return (unknown(f"{thing.where}, which calls itself"),)
-        self._open.append(thing)
+        self._open.append(thing.node)
         returned = [node.value for node in ast.walk(thing.node) if isinstance(node, ast.Return)]
         found = [one for value in returned for one in type_of_expression(value, scope, self)]
         self._open.pop()

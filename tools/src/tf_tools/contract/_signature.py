@@ -54,27 +54,28 @@ def _fields(line: list[Thing], names: Names) -> Signature:
         for node in statements(cls.node.body):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 annotation = ast.unparse(node.annotation)
-                default, is_parameter = _field_default(node.value)
+                default, is_parameter, by_keyword = _field_default(node.value)
                 if is_parameter and not annotation.startswith(("ClassVar", "typing.ClassVar")):
-                    kind: ParameterKind = "keyword" if here else "normal"
+                    kind: ParameterKind = "keyword" if here or by_keyword else "normal"
                     fields[node.target.id] = Parameter(node.target.id, kind, default, annotation)
     positional = [one for one in fields.values() if one.kind == "normal"]
     return (*positional, *(one for one in fields.values() if one.kind == "keyword"))
 
 
-def _field_default(value: ast.expr | None) -> tuple[str | None, bool]:
-    """Default of a field, and whether the constructor takes it."""
+def _field_default(value: ast.expr | None) -> tuple[str | None, bool, bool]:
+    """Default of a field, whether the constructor takes it, and whether by keyword alone."""
     if value is None:
-        return None, True
+        return None, True, False
     if isinstance(value, ast.Call) and decorator_name(value).lower() == "field":
         options = {one.arg: one.value for one in value.keywords}
         if "init" in options and ast.unparse(options["init"]) == "False":
-            return None, False
+            return None, False, False
+        by_keyword = "kw_only" in options and ast.unparse(options["kw_only"]) == "True"
         given = options.get("default") or options.get("default_factory") or (value.args[0] if value.args else None)
         if given is None or (isinstance(given, ast.Constant) and given.value is ...):
-            return None, True
-        return ast.unparse(given), True
-    return ast.unparse(value), True
+            return None, True, by_keyword
+        return ast.unparse(given), True, by_keyword
+    return ast.unparse(value), True, False
 
 
 def signature(node: Function, *, is_bound: bool) -> Signature:

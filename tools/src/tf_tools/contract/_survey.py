@@ -62,6 +62,12 @@ def _digest(thing: Thing) -> str:
 
 
 def _literal(node: ast.expr | None) -> object:
+    """A literal; of a table with other values, also as the argument of a call, its keys with None for each that is none."""
+    if isinstance(node, ast.Call) and len(node.args) == 1:
+        node = node.args[0]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(key.value): _literal(value) for key, value in pairs if isinstance(key, ast.Constant)}
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

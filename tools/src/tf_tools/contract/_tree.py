@@ -174,6 +174,7 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+@functools.cache
 def from_installed() -> Tree:
     """The files of the vLLM that is installed here, whatever its distribution is called. ContractError when there is none."""
     spec = importlib.util.find_spec("vllm")
