@@ -16,15 +16,18 @@ pytestmark = pytest.mark.engine
 
 TOKENS = 64
 TEXTS = (
-    "The lighthouse keeper climbed the spiral stairs every evening, carrying a lamp and a small tin of oil. From the gallery he could see "
-    "the whole bay: fishing boats coming home, the ferry from the islands, and the long dark line of the reef that had given the place its "
-    "name two hundred years before. He wrote the weather in a book that nobody else would ever open.",
-    "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[len(items) // 2]\n    left = [x for x in items "
-    "if x < pivot]\n    middle = [x for x in items if x == pivot]\n    right = [x for x in items if x > pivot]\n    return quicksort(left) + "
-    "middle + quicksort(right)\n\nprint(quicksort([3, 6, 8, 10, 1, 2, 1]))",
-    "Water expands when it freezes, which is why ice floats and why pipes burst in winter. Most other liquids contract. The reason lies in the "
-    "shape of the molecule: hydrogen bonds hold the molecules of ice in an open lattice, with more empty space than the liquid has. At four "
-    "degrees Celsius water is at its densest, so lakes freeze from the top and fish survive.",
+    "The lighthouse keeper climbed the spiral stairs every evening, carrying a lamp and a small tin of "
+    "oil. From the gallery he could see the whole bay: fishing boats coming home, the ferry from the "
+    "islands, and the long dark line of the reef that had given the place its name two hundred years "
+    "before. He wrote the weather in a book that nobody else would ever open.",
+    "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[len(items) // "
+    "2]\n    left = [x for x in items if x < pivot]\n    middle = [x for x in items if x == pivot]\n    "
+    "right = [x for x in items if x > pivot]\n    return quicksort(left) + middle + quicksort(right)\n\n"
+    "print(quicksort([3, 6, 8, 10, 1, 2, 1]))",
+    "Water expands when it freezes, which is why ice floats and why pipes burst in winter. Most other "
+    "liquids contract. The reason lies in the shape of the molecule: hydrogen bonds hold the molecules of"
+    " ice in an open lattice, with more empty space than the liquid has. At four degrees Celsius water is"
+    " at its densest, so lakes freeze from the top and fish survive.",
 )
 
 

@@ -38,8 +38,14 @@ def restore_buffers(model: PreTrainedModel, names: tuple[str, ...], device: torc
             assert old is not None
             fill = float("nan") if old.dtype.is_floating_point else (_MARK if old.dtype is not torch.bool else True)
             module._buffers[leaf] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
-        with torch.no_grad(), torch.device(device):
-            model._init_weights(module)
+        try:
+            with torch.no_grad(), torch.device(device):
+                model._init_weights(module)
+        except Exception as error:  # the model's own code, run on one module of a model that holds layers of ours
+            raise TfBackendError(
+                f"The buffers of `{owner}` are in no checkpoint, and `{type(model).__name__}._init_weights` fails to compute them: "
+                f"{type(error).__name__}: {error}. The architecture cannot be served; use `--model-impl vllm`."
+            ) from error
         for leaf in leaves:
             new = module._buffers[leaf]
             assert new is not None

@@ -18,7 +18,7 @@ OPTIONS: dict[str, type] = {}
 
 
 def check_engine_options(vllm_config: Any) -> None:
-    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding, more than one rank.
+    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding, pipeline stages.
 
     Raises:
         OptionRefused: names the option and what to do.
@@ -38,12 +38,11 @@ def check_engine_options(vllm_config: Any) -> None:
         raise OptionRefused(
             "tf-backend does not serve speculative decoding yet. Leave out `--speculative-config`, or use `--model-impl vllm`."
         )
-    for option, size in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-    ):
-        if size != 1:
-            raise OptionRefused(f"tf-backend serves on one rank for now, and `{option}` is {size}. Set it to 1.")
+    if parallel.pipeline_parallel_size != 1:
+        raise OptionRefused(
+            f"tf-backend serves one pipeline stage for now, and `--pipeline-parallel-size` is {parallel.pipeline_parallel_size}. "
+            "Set it to 1; `--tensor-parallel-size` splits a model over several ranks."
+        )
     own = (vllm_config.additional_config or {}).get(KEY, {})
     unknown = sorted(set(own) - set(OPTIONS) - {"plan"}) if isinstance(own, dict) else [str(own)]
     if unknown:

@@ -37,6 +37,7 @@ from tf_backend.plan.refusals import (
 )
 from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
 from tf_backend.plan.sharing import sharing_refusals
+from tf_backend.plan.tensor_parallel import Placed, place_modules
 from tf_backend.plan.variants import VariantTable
 
 
@@ -76,18 +77,24 @@ def make_plan(
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
         if not refusals:  # a model that is refused already need not have a head that can be followed
             base, head = _plan_head(model, base, seen, refusals)
-        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs_by_module(attention))
+        specs = specs_by_module(attention)
+        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
+        placed = Placed(modules, (), ())
+        if parallel.tensor > 1 and not refusals:
+            placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
+            refusals += placed.refusals
     plan = Plan(
         provenance=provenance(model, parallel, capabilities),
         base=base,
         layers=layers,
         variants=tuple(built.variant for built in table.built),
-        modules=modules,
+        modules=placed.modules,
         attention=attention,
         head=head,
         weights=plan_weights(model, modules),
         buffers=non_persistent_buffers(model),
         refusals=tuple(refusals),
+        placement=placed.records,
     )
     return Planned(
         plan,

@@ -43,10 +43,12 @@ def option_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refu
         yield Refusal(
             f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
         )
-    if parallel != Parallel():
-        found = f"tensor parallel {parallel.tensor}, pipeline parallel {parallel.pipeline}"
+    if parallel.pipeline != 1:
         yield Refusal(
-            f"`{name}` is asked for on several ranks ({found}), which is not served yet", "", place, "Set both to 1."
+            f"`{name}` is asked for in {parallel.pipeline} pipeline stages, which is not served yet",
+            "",
+            place,
+            "Set `--pipeline-parallel-size` to 1.",
         )
 
 

@@ -100,6 +100,16 @@ class AttentionPlan(msgspec.Struct, frozen=True):
     spec: AttentionSpec
 
 
+class PlacementRecord(msgspec.Struct, frozen=True):
+    """How the modules of one class lie over tensor-parallel ranks; why not split, and the parameters that each rank holds whole."""
+
+    cls: str
+    placement: Literal["split", "replicated"]
+    count: int
+    reason: str = ""
+    replicated_parameters: int = 0
+
+
 class HeadStep(msgspec.Struct, frozen=True):
     """One elementwise step between the last hidden state and the logits: canonical op and its constants.
 
@@ -120,12 +130,17 @@ class HeadPlan(msgspec.Struct, frozen=True):
 
 
 class WeightRule(msgspec.Struct, frozen=True):
-    """One checkpoint tensor: where it goes, which shard it is, and the shape it must have."""
+    """One checkpoint tensor, or some rows of it: where it goes, which shard it is, and the shape that the whole must have.
+
+    `transposed`: its two axes are swapped before anything else, `rows` included.
+    """
 
     source: str
     target: str
     shard: str | int | None
     shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -184,6 +199,8 @@ class Plan(msgspec.Struct, frozen=True):
     buffers: tuple[str, ...]
     """Buffers that no checkpoint holds: computed again at load."""
     refusals: tuple[Refusal, ...] = ()
+    placement: tuple[PlacementRecord, ...] = ()
+    """Empty on one rank."""
     schema: int = SCHEMA_VERSION
 
     @property

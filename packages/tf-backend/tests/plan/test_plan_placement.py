@@ -1,0 +1,158 @@
+"""Placement over tensor-parallel ranks: what is split, what stays whole and why, and what is refused."""
+
+from __future__ import annotations
+
+import fx_match
+import pytest
+import torch
+from fx_match import LeafCall
+from tf_backend.model.skeleton import skeleton
+from tf_backend.plan import Parallel, Plan, plan
+from tf_backend.plan.placement import Styles, Unplaced, place
+from tf_tools.checkpoints import build_model
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm_layers_bridge.seams.leaf import attention_leaf
+from vllm_layers_bridge.specs import LinearSpec, MergedLinearSpec, QKVLinearSpec
+
+HIDDEN, INNER = 8, 12
+
+
+def planned(name: str, ranks: int, **overrides: object) -> Plan:
+    config = build_model(name, overrides=overrides or None).config
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return plan(skeleton(config), Parallel(tensor=ranks))
+
+
+def placed(module: nn.Module, ranks: int = 2, heads: tuple[int, int] | None = None) -> Styles:
+    inputs = (torch.empty(1, 5, HIDDEN, device="meta"),)
+    return place(fx_match.trace(module.to("meta"), inputs, leaves=[LeafCall(attention_leaf)]), ranks, heads)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, INNER)
+        self.second = nn.Linear(INNER, HIDDEN)
+        self.scale = nn.Parameter(torch.ones(INNER))
+        self.norm = nn.LayerNorm(INNER)
+
+
+class Plain(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * 2.0)
+
+
+class ScaledPerFeature(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+class NormedAcross(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+class Softmaxed(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).softmax(-1))
+
+
+class ReadsTheSize(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        return self.second(inner / inner.shape[-1])
+
+
+class ReturnsInner(TwoLayers):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = self.first(x)
+        return self.second(inner), inner
+
+
+class Unpaired(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).sum(-1, keepdim=True) + x
+
+
+class SlicesFeatures(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        return self.second(torch.cat((inner[..., :4], inner[..., 4:]), dim=-1))
+
+
+class WritesInPlace(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        inner[..., 0] = 0.0
+        return self.second(inner)
+
+
+def test_a_pair_of_linears_is_split_on_outputs_then_on_inputs() -> None:
+    styles = placed(Plain())
+    assert (styles.column, styles.row) == ({"first"}, {"second"})
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (ScaledPerFeature, "with `scale`, which is whole"),
+        (NormedAcross, "is a norm over all the features"),
+        (Softmaxed, "(softmax)"),
+        (ReadsTheSize, "reads the size of an axis"),
+        (ReturnsInner, "it returns"),
+        (Unpaired, "(sum)"),
+        (SlicesFeatures, "takes parts of a value"),
+        (WritesInPlace, "in place"),
+    ],
+)
+def test_what_cannot_be_proved_is_not_split(module: type[nn.Module], reason: str) -> None:
+    with pytest.raises(Unplaced) as caught:
+        placed(module())
+    assert reason in str(caught.value)
+
+
+def test_ranks_that_do_not_divide_the_features() -> None:
+    with pytest.raises(Unplaced, match="5 ranks do not divide"):
+        placed(Plain(), ranks=5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "granite", "phi"])
+def test_attention_and_mlp_are_split(name: str) -> None:
+    found = planned(name, 2)
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    assert {record.placement for record in found.placement} == {"split"}
+    styles = [
+        layer.style
+        for module in found.modules
+        for layer in module.layers
+        if isinstance(layer, LinearSpec | MergedLinearSpec)
+    ]
+    assert "replicated" not in styles
+    assert "row" in styles
+
+
+def test_key_value_heads_fewer_than_ranks_are_repeated() -> None:
+    found = planned("llama", 4, num_key_value_heads=2)
+    assert found.is_served
+    assert any(
+        isinstance(layer, QKVLinearSpec) and layer.num_kv_heads == 2 for m in found.modules for layer in m.layers
+    )
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    found = planned("llama", 3)
+    assert not found.is_served
+    assert "3 ranks do not divide its 4 heads" in str(found.refusals[0]) or "which 3 ranks do not divide" in str(
+        found.refusals[0]
+    )
+    assert "LlamaAttention" in str(found.refusals[0])
+
+
+def test_a_norm_over_all_heads_is_refused_with_its_name() -> None:
+    (refusal,) = planned("olmo2", 2).refusals
+    assert "`Olmo2Attention` cannot be split over 2 ranks: `q_norm` is a norm over all the features" in str(refusal)
+
+
+def test_one_rank_has_no_placement() -> None:
+    assert planned("llama", 1).placement == ()
