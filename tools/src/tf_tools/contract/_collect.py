@@ -145,6 +145,21 @@ class Collector(ast.NodeVisitor):
 
     visit_If = visit_While = visit_Try = visit_Match = _branch
 
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        for item in node.items:
+            self.visit(item.context_expr)
+            entered = item.optional_vars
+            if isinstance(entered, ast.Name):
+                self.names.bind(entered.id, NOTHING)
+                # What entering gives is seldom annotated: a row has to say it.
+                if self.names.infer(item.context_expr).paths and not self.names.rows_for(entered):
+                    text = f"{ast.unparse(item.context_expr)} as {entered.id}"
+                    self._add(Value(frozenset({text})), "untyped", entered)
+        for statement in node.body:
+            self.visit(statement)
+
+    visit_AsyncWith = visit_With
+
     def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
         self.visit(node.iter)
         self.names.branches += 1
