@@ -9,6 +9,7 @@ order of modules nor a new parameter elsewhere changes a value.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -84,7 +85,7 @@ def build_model(name: str, *, seed: int = 0, overrides: Mapping[str, object] | N
                 "add one to tf_tools/_recipes.py"
             )
         recipe = Recipe(name, SIZES)
-    config = CONFIG_MAPPING[recipe.model_type](**{**recipe.config, **(overrides or {})})
+    config = CONFIG_MAPPING[recipe.model_type](**copy.deepcopy({**recipe.config, **(overrides or {})}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # what no draw touches (recurrent parameters) is still a function of the name alone
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32))
