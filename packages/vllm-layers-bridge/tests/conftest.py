@@ -15,7 +15,14 @@ from fx_match import LeafCall, Match, Miss, Trace, trace
 from torch import nn
 from vllm_layers_bridge.fusions import Fusion, ModuleFacts
 from vllm_layers_bridge.seams.leaf import attention_leaf
-from vllm_layers_bridge.specs import ActivationAndMulSpec, AttentionSpec, LayerSpec, MergedLinearSpec, QKVLinearSpec
+from vllm_layers_bridge.specs import (
+    ActivationAndMulSpec,
+    AttentionSpec,
+    LayerSpec,
+    MergedLinearSpec,
+    QKVLinearSpec,
+    Source,
+)
 
 torch.set_num_threads(1)  # before any other use: an OpenMP pool would not survive a fork
 
@@ -60,21 +67,21 @@ class Fused:
                 self._place(spec, _PlainActivation(spec.activation))
                 continue
             assert isinstance(spec, QKVLinearSpec | MergedLinearSpec)
-            children = [self.module.get_submodule(source.child) for source in spec.sources]
             layer = nn.Linear(spec.in_features, sum(source.size for source in spec.sources), bias=spec.bias)
-            layer.weight.data = torch.cat([child.weight for child in children])
+            children = [(self.module.get_submodule(source.child), source) for source in spec.sources]
+            layer.weight.data = torch.cat([part_of(child.weight, source) for child, source in children])
             if spec.bias:
-                layer.bias.data = torch.cat([child.bias for child in children])
+                layer.bias.data = torch.cat([part_of(child.bias, source) for child, source in children])
             self._place(spec, layer)
         return self._rewritten()
 
     def _place(self, spec: LayerSpec, layer: nn.Module) -> None:
         from vllm_layers_bridge.layers.linear import qkv_split_sizes
 
-        setattr(self.module, spec.name, layer)
         if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
-            for source in spec.sources:
-                delattr(self.module, source.child)
+            for child in dict.fromkeys(source.child for source in spec.sources):
+                delattr(self.module, child)
+        setattr(self.module, spec.name, layer)
         if isinstance(spec, QKVLinearSpec):
             setattr(self.module, spec.sizes_attribute, qkv_split_sizes(spec, 1))
 
@@ -98,6 +105,13 @@ class _PlainActivation(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         return self.function(gate) * up
+
+
+def part_of(tensor: torch.Tensor, source: Source) -> torch.Tensor:
+    """What of a child's tensor goes into a merged layer."""
+    if source.transposed and tensor.ndim == 2:
+        tensor = tensor.t()
+    return tensor if source.rows is None else tensor[source.rows[0] : source.rows[1]]
 
 
 def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -216,7 +230,7 @@ def loader() -> Callable[..., Callable[[nn.Module, LayerSpec], None]]:
     """
 
     def make(
-        weights: dict[str, torch.Tensor], shards: dict[str, str | int] | None = None, skip: tuple[str, ...] = ()
+        weights: dict[str, torch.Tensor], shards: dict[str, Any] | None = None, skip: tuple[str, ...] = ()
     ) -> Callable[[nn.Module, LayerSpec], None]:
         def load(layer: nn.Module, spec: LayerSpec) -> None:
             for leaf, parameter in layer.named_parameters():
@@ -226,7 +240,10 @@ def loader() -> Callable[..., Callable[[nn.Module, LayerSpec], None]]:
                 if isinstance(spec, QKVLinearSpec | MergedLinearSpec):
                     for source in spec.sources:
                         shard = (shards or {}).get(source.child, source.shard)
-                        parameter.weight_loader(parameter, weights[f"{source.child}.{leaf}"], shard)
+                        if isinstance(shard, dict):  # of a packed child, by the shard that its part should have been
+                            shard = shard[source.shard]
+                        part = part_of(weights[f"{source.child}.{leaf}"], source)
+                        parameter.weight_loader(parameter, part, shard)
                 else:
                     parameter.copy_(weights[leaf])
             if hasattr(layer, "quant_method"):

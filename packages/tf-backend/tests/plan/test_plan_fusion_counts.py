@@ -80,3 +80,15 @@ def test_weights_are_routed_into_merged_layers(plan_of: Callable[..., Plan]) -> 
 def test_a_window_longer_than_the_longest_context_is_kept(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of("mistral", sliding_window=4096, max_position_embeddings=256)
     assert [call.spec.sliding_window for call in plan.attention] == [4096, 4096]
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm", "glm4"])
+def test_gate_and_up_of_one_tensor_are_two_shards(name: str, plan_of: Callable[..., Plan]) -> None:
+    overrides = {} if name == "phi3" else {"head_dim": 32, "pad_token_id": 0}
+    plan = plan_of(name, **overrides)
+    assert plan.refusals == ()
+    assert sum(count.count for count in plan.summary() if count.fusion == "packed_gated_mlp") == 2
+    weight = "model.layers.1.mlp.gate_up_proj.weight"
+    rules = [rule for rule in plan.weights if rule.source == weight]
+    assert [(rule.target, rule.shard, rule.rows) for rule in rules] == [(weight, 0, (0, 192)), (weight, 1, (192, 384))]
+    assert {rule.shape for rule in rules} == {(384, 128)}

@@ -179,3 +179,44 @@ def test_one_tensor_is_held_at_a_time() -> None:
 def stored(held: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
     file = Path("folder/model.safetensors")
     return {name: StoredTensor(name, file, tuple(tensor.shape), "F32") for name, tensor in held.items()}
+
+
+def test_rows_of_one_tensor_go_to_their_shards_in_another_order() -> None:
+    rules = (
+        WeightRule("fc.weight", "fc.weight", 0, (6, 4), rows=(3, 6)),
+        WeightRule("fc.weight", "fc.weight", 1, (6, 4), rows=(0, 3)),
+    )
+    held, into = torch.randn(6, 4), Sharded(torch.full((6, 4), float("nan")))
+    WeightLoader(rules, "").load([("fc.weight", held)], {"fc.weight": into})
+    assert torch.equal(into, torch.cat([held[3:], held[:3]]))
+    assert into.calls == [(0,), (1,)]
+
+
+def test_a_transposed_tensor_is_turned_before_its_rows_are_taken_and_its_bias_is_not() -> None:
+    rules = (
+        WeightRule("fc.weight", "fc.weight", 0, (4, 6), rows=(0, 2), transposed=True),
+        WeightRule("fc.weight", "fc.weight", 1, (4, 6), rows=(2, 4), transposed=True),
+        WeightRule("fc.bias", "fc.bias", 0, (6,), rows=(0, 2)),
+        WeightRule("fc.bias", "fc.bias", 1, (6,), rows=(2, 4)),
+    )
+    weight, bias = torch.randn(4, 6), torch.randn(6)
+    into = {"fc.weight": Sharded(torch.zeros(4, 4)), "fc.bias": Sharded(torch.zeros(4))}
+    WeightLoader(rules, "").load([("fc.weight", weight), ("fc.bias", bias)], into)
+    assert torch.equal(into["fc.weight"], weight.t()[:4])
+    assert torch.equal(into["fc.bias"], bias[:4])
+
+
+def test_a_transposed_tensor_without_a_loader_is_copied_turned() -> None:
+    into = nn.Parameter(torch.zeros(6, 4))
+    held = torch.randn(4, 6)
+    WeightLoader([WeightRule("c.weight", "c.weight", None, (4, 6), transposed=True)], "").load(
+        [("c.weight", held)], {"c.weight": into}
+    )
+    assert torch.equal(into, held.t())
+
+
+def test_the_shape_of_the_whole_tensor_is_checked_not_that_of_its_rows() -> None:
+    rules = [WeightRule("fc.weight", "fc.weight", 0, (6, 4), rows=(0, 3))]
+    with pytest.raises(CheckpointError, match=r"another shape") as caught:
+        WeightLoader(rules, "").load([("fc.weight", torch.randn(3, 4))], {"fc.weight": Sharded(torch.zeros(6, 4))})
+    assert "[6, 4]" in str(caught.value)

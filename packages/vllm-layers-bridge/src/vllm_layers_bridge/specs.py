@@ -13,7 +13,7 @@ Style: TypeAlias = Literal["replicated", "column", "row"]
 """How a weight is laid over tensor-parallel ranks: whole on each, split on outputs, split on inputs."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class Source(msgspec.Struct, frozen=True, omit_defaults=True):
     """One projection that goes into a merged layer."""
 
     child: str
@@ -22,20 +22,28 @@ class Source(msgspec.Struct, frozen=True):
     """Identifier of its part in the merged weight: ``"q"``, ``"k"``, ``"v"``, an index, or None when it is the whole."""
     size: int
     """Output features over all ranks."""
+    rows: tuple[int, int] | None = None
+    """First output feature of the child that goes in, and the one after the last; None when all do."""
+    transposed: bool = False
+    """Whether the child keeps its weight as [in, out], as transformers' `Conv1D` does."""
 
 
 class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
-    """``y = x W^T + b`` in place of a child: `style` says how it is laid over ranks."""
+    """``y = x W^T + b`` in place of a child: `style` says how it is laid over ranks.
+
+    `transposed`: the child keeps W^T, [in, out], as transformers' `Conv1D` does.
+    """
 
     name: str
     in_features: int
     out_features: int
     bias: bool
     style: Style = "replicated"
+    transposed: bool = False
 
 
 class MergedLinearSpec(msgspec.Struct, frozen=True, tag="merged_linear"):
-    """Several linears that read one input, their outputs side by side."""
+    """Several linears that read one input, their outputs side by side; or parts of one linear, each to be sharded for itself."""
 
     name: str
     sources: tuple[Source, ...]

@@ -145,7 +145,60 @@ WHOLE = [
     (ReshapedGLUMLP, "silu"),
     (FlaggedGLUMLP, "silu"),
 ]
-STATEMENTS = [StatementsGLUMLP, InPlaceProductGLUMLP, LocalActivationGLUMLP]
+
+
+class ThreeStatementsGLUMLP(_Base):
+    def forward(self, x):
+        gate = self.gate(x)
+        up = self.up(x)
+        gate = self.act(gate)
+        return self.down(up * gate)
+
+
+class InputNameTakenGLUMLP(_Base):
+    def forward(self, x):
+        gate = self.gate(x)
+        x = self.up(x)
+        x = F.silu(gate) * x
+        return self.down(x)
+
+
+class BranchOnAnAttributeGLUMLP(_Base):
+    scaled = False
+
+    def forward(self, x):
+        gate = self.act(self.gate(x))
+        if self.scaled:
+            x = x * 2
+        up = self.up(x)
+        return self.down(gate * up)
+
+
+class GateReadElsewhereGLUMLP(_Base):
+    verbose = False
+
+    def forward(self, x):
+        gate = self.gate(x)
+        if self.verbose:
+            print(gate)
+        hidden = self.act(gate) * self.up(x)
+        return self.down(hidden)
+
+
+class ReluGLUMLP(_Base):
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x)) * self.up(x))
+
+
+class SigmoidGLUMLP(_Base):
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+SEVERAL = [StatementsGLUMLP, ThreeStatementsGLUMLP, InputNameTakenGLUMLP]
+PROJECTIONS = [
+    InPlaceProductGLUMLP, LocalActivationGLUMLP, GateReadElsewhereGLUMLP, ReluGLUMLP, SigmoidGLUMLP,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cls", "activation"), WHOLE, ids=lambda value: getattr(value, "__name__", value))
@@ -162,8 +215,17 @@ def test_one_expression_becomes_one_call(fuse: Callable[..., Any], cls: type[nn.
     )
 
 
-@pytest.mark.parametrize("cls", STATEMENTS)
-def test_projections_in_several_statements_are_merged_and_the_rest_stays(
+@pytest.mark.parametrize("cls", SEVERAL)
+def test_several_statements_become_one_call(fuse: Callable[..., Any], cls: type[nn.Module]) -> None:
+    fused = fuse(GatedMLP(), cls(), X)
+    assert f"gated_output = {FUSED_LINE}\n" in fused.text
+    assert "self.act(" not in fused.text
+    assert "F.silu" not in fused.text
+    assert [spec.name for spec in fused.specs] == ["gate_up_proj", "act_and_mul"]
+
+
+@pytest.mark.parametrize("cls", PROJECTIONS)
+def test_where_the_product_cannot_be_one_call_the_projections_are_merged_and_the_rest_stays(
     fuse: Callable[..., Any], cls: type[nn.Module]
 ) -> None:
     fused = fuse(GatedMLP(), cls(), X)
@@ -219,7 +281,7 @@ class RepeatedActivation(_Base):
 
 
 COMPUTE = [
-    *(cls for cls, _ in WHOLE), *STATEMENTS, SizeChoosesActivation, SizeChoosesActivationInside, InALoop,
+    *(cls for cls, _ in WHOLE), *SEVERAL, *PROJECTIONS, SizeChoosesActivation, SizeChoosesActivationInside, InALoop,
     WithOneToken, RepeatedActivation,
 ]  # fmt: skip
 

@@ -100,11 +100,6 @@ class UpPlusOne(_Base):
         return self.down(self.act(self.gate(x)) * (self.up(x) + 1))
 
 
-class SigmoidGate(_Base):
-    def forward(self, x):
-        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
-
-
 class ActivationAfterProduct(_Base):
     def forward(self, x):
         return self.down(self.act(self.gate(x) * self.up(x)))
@@ -139,7 +134,6 @@ NEAR = [
     (ActivatedGateClamped, "`clamp` stands between the activation and the product"),
     (UpClamped, "`clamp` stands between `up` and the product"),
     (UpPlusOne, "`add` stands between `up` and the product"),
-    (SigmoidGate, "the activation is sigmoid; vLLM's fused layers have gelu, gelu_tanh, silu"),
     (ActivationAfterProduct, "the activation comes after the product of `gate` and `up`"),
     (NoActivation, "neither `gate` nor `up` is activated before the product"),
     (UnknownActivation, "`sin` is no activation that is known"),

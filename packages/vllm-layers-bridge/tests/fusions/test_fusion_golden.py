@@ -10,13 +10,14 @@ import pytest
 import torch
 from ast_rewrite import FunctionSource
 from torch import nn
-from transformers import Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config, SmolLM3Config
+from transformers import Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, SmolLM3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
-from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, RMSNorm
+from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, RMSNorm
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -28,6 +29,10 @@ SIZES: dict[str, Any] = {
 }
 X = torch.empty(1, 5, 64, device="meta")
 ROTARY = torch.empty(1, 5, 16, device="meta")
+
+
+def test_packed_mlp(fuse: Callable[..., Any], golden: Callable[[str, str], None]) -> None:
+    _compare(golden, fuse(PackedGatedMLP(), Phi3MLP(Phi3Config(pad_token_id=0, **SIZES)), X))
 
 
 @pytest.mark.parametrize(("cls", "config"), [(LlamaMLP, LlamaConfig), (Gemma2MLP, Gemma2Config)])

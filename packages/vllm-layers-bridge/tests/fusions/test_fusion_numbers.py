@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, Qwen3Config, SmolLM3Config
+from transformers import LlamaConfig, Phi3Config, Qwen3Config, SmolLM3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
-from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, RMSNorm
+from transformers.pytorch_utils import Conv1D
+from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, RMSNorm
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +68,7 @@ class GeluMLP(TanhGeluMLP):
         return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class StatementsMLP(TanhGeluMLP):
+class InPlaceMLP(TanhGeluMLP):
     def forward(self, x):
         gate = F.silu(self.gate_proj(x))
         up = self.up_proj(x)
@@ -74,12 +76,27 @@ class StatementsMLP(TanhGeluMLP):
         return self.down_proj(gate)
 
 
+class StatementsMLP(TanhGeluMLP):
+    def forward(self, x):
+        up = self.up_proj(x)
+        gate = self.gate_proj(x)
+        gate = F.silu(gate)
+        return self.down_proj(gate * up)
+
+
+class ReluMLP(TanhGeluMLP):
+    def forward(self, x):
+        return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
 MLPS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaMLP(LlamaConfig(**SIZES)),
     "llama-biased": lambda: LlamaMLP(LlamaConfig(mlp_bias=True, **SIZES)),
     "gelu": GeluMLP,
     "gelu-tanh": TanhGeluMLP,
+    "in-place": InPlaceMLP,
     "statements": StatementsMLP,
+    "relu": ReluMLP,
 }
 
 
@@ -99,6 +116,58 @@ def test_gated_mlp(
     assert in_vllm(run) < TOLERANCE
     assert in_vllm(lambda: run(shards={"gate_proj": 1, "up_proj": 0})) > 10 * TOLERANCE
     if name != "llama":
+        assert in_vllm(lambda: run(skip=("bias",))) > 10 * TOLERANCE
+
+
+class SwappedMLP(nn.Module):
+    """Up lies first in the weight, and the gate is activated by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(64, 192), nn.Linear(96, 64)
+
+    def forward(self, x):
+        up, gate = self.fc(x).split(96, dim=-1)
+        return self.out(up * F.gelu(gate))
+
+
+class TransposedMLP(SwappedMLP):
+    """The weight is [in, out], and the parts are slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = Conv1D(192, 64)
+
+    def forward(self, x):
+        packed = self.fc(x)
+        half = packed.shape[-1] // 2
+        return self.out(F.silu(packed[..., :half]) * packed[..., half:])
+
+
+PACKED: dict[str, Callable[[], nn.Module]] = {
+    "phi3": lambda: Phi3MLP(Phi3Config(pad_token_id=0, **SIZES)),
+    "swapped": SwappedMLP,
+    "transposed": TransposedMLP,
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_gated_mlp(
+    fuse: Callable[..., Any], in_vllm: Callable[..., Any], loader: Callable[..., Any], name: str
+) -> None:
+    module = drawn(PACKED[name]())
+    weights, expected = weights_of(module), module(X)
+    fused = fuse(PackedGatedMLP(), module, X)
+    packed = fused.specs[0].name
+
+    def run(**changes: Any) -> float:
+        applied = fused.apply(loader(weights, **changes))
+        assert type(getattr(applied, packed)).__module__.startswith("vllm.")
+        return difference(applied(X), expected)
+
+    assert in_vllm(run) < TOLERANCE
+    assert in_vllm(lambda: run(shards={packed: {0: 1, 1: 0}})) > 10 * TOLERANCE, "which half is the gate matters"
+    if name != "phi3":
         assert in_vllm(lambda: run(skip=("bias",))) > 10 * TOLERANCE
 
 

@@ -100,7 +100,7 @@ def _rewrite(
 
 def _sources(spec: LayerSpec) -> tuple[str, ...]:
     if isinstance(spec, MergedLinearSpec | QKVLinearSpec):
-        return tuple(source.child for source in spec.sources)
+        return tuple(dict.fromkeys(source.child for source in spec.sources))
     return ()
 
 

@@ -5,8 +5,11 @@ In: a model on meta, its observation, the variant table. Out: module plans in th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import nn
 from transformers import PreTrainedModel
+from vllm_layers_bridge.fusions.children import is_transposed_linear
 from vllm_layers_bridge.fusions.protocol import ModuleFacts, is_plain_linear
 from vllm_layers_bridge.specs import (
     AttentionSpec,
@@ -64,6 +67,9 @@ def plain_layer(model: PreTrainedModel, name: str, module: nn.Module) -> LayerSp
     leaf = name.rpartition(".")[2]
     if is_plain_linear(module) and isinstance(module, nn.Linear):
         return LinearSpec(leaf, module.in_features, module.out_features, module.bias is not None)
+    if is_transposed_linear(module):
+        in_features, out_features = module.get_parameter("weight").shape
+        return LinearSpec(leaf, in_features, out_features, bias=True, transposed=True)
     if type(module) is nn.Embedding and module is model.get_input_embeddings() and module.max_norm is None:
         return EmbeddingSpec(leaf, module.num_embeddings, module.embedding_dim)
     return None
@@ -80,7 +86,7 @@ def is_traced(module: nn.Module) -> bool:
 def consumed_children(layer: LayerSpec) -> tuple[str, ...]:
     """Children whose weights a merged layer takes over."""
     if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
-        return tuple(source.child for source in layer.sources)
+        return tuple(dict.fromkeys(source.child for source in layer.sources))
     return ()
 
 
@@ -90,12 +96,7 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     A tied parameter is stored once, under the first of its names, and loaded into each place that holds it: applying a plan gives
     every place a tensor of its own, but for a head that the engine ties to the embedding.
     """
-    merged: dict[str, tuple[str, str | int | None]] = {}
-    for plan in plans:
-        for layer in plan.layers:
-            if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
-                for source in layer.sources:
-                    merged[f"{plan.name}.{source.child}"] = (f"{plan.name}.{layer.name}", source.shard)
+    taken = _places_by_child(plans)
     rules: list[WeightRule] = []
     held = model.state_dict().keys()
     tensors = dict(model.named_parameters())
@@ -107,9 +108,34 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
             owner, _, leaf = place.rpartition(".")
             if place != name and leaf == "weight" and owner in shared:
                 continue
-            target, shard = merged.get(owner, (owner, None))
-            rules.append(WeightRule(name, f"{target}.{leaf}" if target else leaf, shard, tuple(tensor.shape)))
+            for part in taken.get(owner, (_Place(owner),)):
+                target = f"{part.layer}.{leaf}" if part.layer else leaf
+                transposed = part.transposed and tensor.ndim == 2
+                rules.append(WeightRule(name, target, part.shard, tuple(tensor.shape), part.rows, transposed))
     return tuple(rules)
+
+
+class _Place(NamedTuple):
+    """Where the tensors of a child go: the layer, which shard of it, and which rows they are."""
+
+    layer: str
+    shard: str | int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+def _places_by_child(plans: tuple[ModulePlan, ...]) -> dict[str, list[_Place]]:
+    """For each child whose tensors do not simply keep their name: the places that they go to, parts of a packed child each to its own."""
+    places: dict[str, list[_Place]] = {}
+    for plan in plans:
+        for layer in plan.layers:
+            if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
+                for source in layer.sources:
+                    place = _Place(f"{plan.name}.{layer.name}", source.shard, source.rows, source.transposed)
+                    places.setdefault(f"{plan.name}.{source.child}", []).append(place)
+            elif isinstance(layer, LinearSpec) and layer.transposed and plan.action == "replace":
+                places[plan.name] = [_Place(plan.name, transposed=True)]
+    return places
 
 
 def _shared_by_engine(plans: tuple[ModulePlan, ...]) -> frozenset[str]:

@@ -129,7 +129,7 @@ class HeadPlan(msgspec.Struct, frozen=True):
     place: Place | None = None
 
 
-class WeightRule(msgspec.Struct, frozen=True):
+class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """One checkpoint tensor, or some rows of it: where it goes, which shard it is, and the shape that the whole must have.
 
     `transposed`: its two axes are swapped before anything else, `rows` included.

@@ -130,6 +130,7 @@ def _check_type(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
 
 
 def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:
+    tensor = _part(tensor, rule)
     loader = getattr(target, "weight_loader", None)
     if loader is None:
         target.data.copy_(tensor)
@@ -137,3 +138,10 @@ def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: Weigh
         loader(target, tensor)
     else:
         loader(target, tensor, rule.shard)
+
+
+def _part(tensor: torch.Tensor, rule: WeightRule) -> torch.Tensor:
+    """What of a checkpoint tensor goes to the target, in the target's layout; a view."""
+    if rule.transposed:
+        tensor = tensor.t()
+    return tensor if rule.rows is None else tensor[rule.rows[0] : rule.rows[1]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fx_match import Trace, canonical
+from fx_match import Trace, canonical, module_activation
 from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
@@ -24,6 +24,20 @@ def has_hooks(module: nn.Module) -> bool:
 def is_plain_linear(module: object) -> bool:
     """Whether a child is an `nn.Linear` and no subclass, and its call runs nothing else."""
     return type(module) is nn.Linear and not has_hooks(module)
+
+
+def is_transposed_linear(module: object) -> bool:
+    """Whether a child is transformers' `Conv1D`, a linear whose weight is [in, out], and its call runs nothing else."""
+    if not isinstance(module, nn.Module) or type(module).__name__ != "Conv1D":
+        return False
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D and not has_hooks(module)
+
+
+def is_any_linear(module: object) -> bool:
+    """Whether a child computes ``x W^T + b`` and nothing else, whichever way it keeps W."""
+    return is_plain_linear(module) or is_transposed_linear(module)
 
 
 def plain_linear(module: nn.Module, node: fx.Node) -> nn.Linear:
@@ -81,6 +95,16 @@ def other_use(trace: Trace, node: fx.Node) -> tuple[fx.Node, str] | None:
             return other, f"the forward reads `{other.target}` beside calling `{name}`"
     read = next((path for path in trace.reads if path.startswith(f"{name}.")), None)
     return None if read is None else (node, f"the forward reads `{read}` beside calling `{name}`")
+
+
+def activation_of(module: nn.Module, node: fx.Node, traced: str) -> str | None:
+    """What the activation that `node` calls computes in this instance; `traced` where it is a function, the same for all."""
+    if node.op != "call_module":
+        return traced
+    try:
+        return module_activation(module.get_submodule(str(node.target)))
+    except AttributeError:
+        return None
 
 
 def linears_above(node: Any, trace: Trace) -> list[fx.Node]:

@@ -3,8 +3,8 @@
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     down_proj = self.down_proj(self.act_and_mul(self.gate_up_proj(x)))
 
-Which activation it is comes from running it, not from its name. Where the product, the activation and the projections stand in several
-statements, the projections are merged and the rest stays:
+Which activation it is comes from running it, not from its name. Projections, activation and product may stand in several statements. Where
+vLLM has no fused layer for the activation, or a statement does more than its part, the projections are merged and the rest stays:
 
     gate_output, up_output = self.gate_up_proj(x).chunk(2, dim=-1)
 """
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from ast_rewrite import FunctionSource, Patch, RewriteError
-from fx_match import Match, Miss, Trace, act, any_value, find, module, module_activation
+from ast_rewrite import FunctionSource, Patch, RewriteError, SourceSpan
+from fx_match import Match, Miss, Trace, act, any_value, find, module
 from torch import nn
 
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import (
+    activation_of,
     other_use,
     plain_linear,
     require_free_names,
@@ -33,17 +34,18 @@ from vllm_layers_bridge.fusions.source import (
     source_span,
     stands_for_itself,
 )
+from vllm_layers_bridge.fusions.statements import gather
 from vllm_layers_bridge.layers.activation import FUSED_ACTIVATIONS
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, Source
 
 MERGED = "gate_up_proj"
 ACTIVATION = "act_and_mul"
-ONE_EXPRESSION = "one_expression"
+RESULT = "gated_output"
+FORM = "form"
+"""Capture that says what is rewritten: "expression", "statements", or "projections" alone."""
 
-_GATE = act(*FUSED_ACTIVATIONS, kind="activation", name="activated")(
-    module(is_plain_linear, "gate")(any_value("input"))
-)
+_GATE = act(kind="activation", name="activated")(module(is_plain_linear, "gate")(any_value("input")))
 PATTERN = (_GATE * module(is_plain_linear, "up")(any_value("input"))).contained()
 
 
@@ -69,7 +71,7 @@ class GatedMLP:
         for part in ("gate", "up"):
             if (use := other_use(trace, found[part])) is not None:
                 return Miss(use[1], use[0], found.captures, found.nodes, found.subject)
-        captures = {**found.captures, ONE_EXPRESSION: _is_one_expression(found, trace)}
+        captures = {**found.captures, FORM: _form(found, trace)}
         return dataclasses.replace(found, captures=captures)
 
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
@@ -79,20 +81,22 @@ class GatedMLP:
         require_mergeable(names, (gate, up))
         if gate.out_features != up.out_features:
             raise NotFusable(f"`{names[0]}` gives {gate.out_features} features and `{names[1]}` {up.out_features}")
-        activation = _activation(match, module)
-        if match[ONE_EXPRESSION] and activation not in FUSED_ACTIVATIONS:
+        activation = activation_of(module, match["activated"], match["activation"])
+        if match[FORM] != "projections" and activation not in FUSED_ACTIVATIONS:
             raise NotFusable(
                 f"its activation is {activation or 'none that is known'}, which vLLM has no fused layer for"
             )
         require_free_names(module, (MERGED, ACTIVATION))
 
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
-        """One expression where it is one; merged projections alone otherwise."""
+        """The product becomes one call, from one expression or from several statements; or the projections do."""
         (gate, gate_input), (up, up_input) = (projection_spans(trace, patch, match[part]) for part in ("gate", "up"))
-        if match[ONE_EXPRESSION]:
+        if match[FORM] == "expression":
             patch.is_value_unchanged(gate_input, up_input, pure=pure_calls(trace))
             product = source_span(trace, match.root)
             patch.replace(product, f"self.{ACTIVATION}(self.{MERGED}({{x}}))", x=gate_input)
+        elif match[FORM] == "statements":
+            _gather(match, trace, patch, min((gate, gate_input), (up, up_input))[1])
         else:
             patch.hoist(
                 [gate, up],
@@ -114,21 +118,31 @@ class GatedMLP:
             in_features=gate.in_features,
             bias=gate.bias is not None,
         )
-        activation = _activation(match, module)
-        if not match[ONE_EXPRESSION] or activation is None:
+        activation = activation_of(module, match["activated"], match["activation"])
+        if match[FORM] == "projections" or activation is None:
             return (merged,)
         return (merged, ActivationAndMulSpec(ACTIVATION, activation))
 
 
-def _activation(match: Match, module: nn.Module) -> str | None:
-    """What this instance's activation computes: a child of another instance may be another one."""
-    node = match["activated"]
-    if node.op != "call_module":
-        return str(match["activation"])
+def _form(match: Match, trace: Trace) -> str:
+    """What can be rewritten; that it cannot at all is for `rewrite` to tell."""
+    if match["activation"] not in FUSED_ACTIVATIONS:
+        return "projections"
+    if _is_one_expression(match, trace):
+        return "expression"
     try:
-        return module_activation(module.get_submodule(str(node.target)))
-    except AttributeError:
-        return None
+        patch = Patch(FunctionSource.of(trace.module_class.forward))
+        inputs = [argument_span(patch, source_span(trace, match[part])) for part in ("gate", "up")]
+        _gather(match, trace, patch, min(inputs))
+        patch.result()
+    except RewriteError:
+        return "projections"
+    return "statements"
+
+
+def _gather(match: Match, trace: Trace, patch: Patch, given: SourceSpan) -> None:
+    nodes = (match["gate"], match["up"], match["activated"])
+    gather(trace, patch, match.root, nodes, f"self.{ACTIVATION}(self.{MERGED}({{0}}))", RESULT, given)
 
 
 def _is_one_expression(match: Match, trace: Trace) -> bool:
