@@ -10,14 +10,25 @@ import pytest
 import torch
 from ast_rewrite import FunctionSource
 from torch import nn
-from transformers import Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, SmolLM3Config
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPTBigCodeConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeAttention
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
-from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, RMSNorm
+from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, PackedQKV, RMSNorm
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -63,6 +74,31 @@ def test_attention(
         texts.add(fused.text)
     assert len(texts) == 1, "with and without rotary embedding, the same text"
     _compare(golden, fused)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "kv_heads"),
+    [
+        (Phi3Attention, Phi3Config(pad_token_id=0, **SIZES), 2),
+        (GPT2Attention, GPT2Config(n_embd=64, n_head=4), 4),
+        (GPTBigCodeAttention, GPTBigCodeConfig(n_embd=64, n_head=4), 1),
+    ],
+)
+def test_packed_attention(
+    fuse: Callable[..., Any],
+    golden: Callable[[str, str], None],
+    attention_calls: Callable[[nn.Module], None],
+    attention_facts: Callable[..., ModuleFacts],
+    cls: type[nn.Module],
+    config: Any,
+    kv_heads: int,
+) -> None:
+    module = cls(config, layer_idx=0)
+    attention_calls(module)
+    arguments: dict[str, Any] = {"hidden_states": X, "attention_mask": None}
+    if cls is Phi3Attention:
+        arguments["position_embeddings"] = (ROTARY, ROTARY)
+    _compare(golden, fuse(PackedQKV(), module, facts=attention_facts(4, kv_heads, 16), **arguments))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, Phi3Config, Qwen3Config, SmolLM3Config
+from transformers import GPT2Config, GPTBigCodeConfig, LlamaConfig, Phi3Config, Qwen3Config, SmolLM3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 from transformers.pytorch_utils import Conv1D
-from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, RMSNorm
+from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, PackedQKV, RMSNorm
 
 pytestmark = pytest.mark.engine
 
@@ -203,6 +205,44 @@ def test_qkv(
     assert in_vllm(run) < TOLERANCE
     assert in_vllm(lambda: run(shards={"k_proj": "v", "v_proj": "k"})) > 10 * TOLERANCE
     if name == "llama-biased":
+        assert in_vllm(lambda: run(skip=("bias",))) > 10 * TOLERANCE
+
+
+PACKED_ATTENTIONS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "phi3": (lambda: Phi3Attention(Phi3Config(pad_token_id=0, **SIZES), 0), 2),
+    "gpt2": (lambda: GPT2Attention(GPT2Config(n_embd=64, n_head=4), layer_idx=0), 4),
+    "gpt_bigcode": (lambda: GPTBigCodeAttention(GPTBigCodeConfig(n_embd=64, n_head=4), layer_idx=0), 1),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_ATTENTIONS)
+def test_packed_qkv(
+    fuse: Callable[..., Any],
+    in_vllm: Callable[..., Any],
+    loader: Callable[..., Any],
+    attention_calls: Callable[[nn.Module], None],
+    attention_facts: Callable[..., ModuleFacts],
+    name: str,
+) -> None:
+    make, kv_heads = PACKED_ATTENTIONS[name]
+    module = drawn(make())
+    arguments: dict[str, Any] = {"hidden_states": X, "attention_mask": None}
+    if name == "phi3":
+        arguments["position_embeddings"] = ROTARY
+    attention_calls(module)
+    fused = fuse(PackedQKV(), module, facts=attention_facts(4, kv_heads, 16), **arguments)
+    module.config._attn_implementation = "eager"
+    weights, expected = weights_of(module), module(**arguments)[0]
+    packed = fused.specs[0].name
+
+    def run(**changes: Any) -> float:
+        applied = fused.apply(loader(weights, **changes))
+        assert type(getattr(applied, packed)).__name__ == "QKVParallelLinear"
+        return difference(applied(**arguments)[0], expected)
+
+    assert in_vllm(run) < TOLERANCE
+    assert in_vllm(lambda: run(shards={packed: {"q": "q", "k": "v", "v": "k"}})) > 10 * TOLERANCE
+    if name != "phi3":
         assert in_vllm(lambda: run(skip=("bias",))) > 10 * TOLERANCE
 
 

@@ -5,11 +5,22 @@
 
 from vllm_layers_bridge.fusions.gated_mlp import GatedMLP
 from vllm_layers_bridge.fusions.packed_mlp import PackedGatedMLP
+from vllm_layers_bridge.fusions.packed_qkv import PackedQKV
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts, is_plain_linear
 from vllm_layers_bridge.fusions.qkv import QKV
 from vllm_layers_bridge.fusions.rms_norm import RMSNorm
 
-FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV())
+FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV())
 """In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
 
-__all__ = ["FUSIONS", "QKV", "Fusion", "GatedMLP", "ModuleFacts", "PackedGatedMLP", "RMSNorm", "is_plain_linear"]
+__all__ = [
+    "FUSIONS",
+    "QKV",
+    "Fusion",
+    "GatedMLP",
+    "ModuleFacts",
+    "PackedGatedMLP",
+    "PackedQKV",
+    "RMSNorm",
+    "is_plain_linear",
+]

@@ -77,9 +77,9 @@ def _sizes(child: nn.Module) -> PackedLinear:
     return PackedLinear(rows if transposed else columns, columns if transposed else rows, bias is not None, transposed)
 
 
-def users_outside(nodes: frozenset[fx.Node], last: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """A node of `nodes` and a user of it that lies outside; `last` may be used by anything, and a size may be read of any."""
-    for node in nodes - {last}:
+def users_outside(nodes: frozenset[fx.Node], free: frozenset[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """A node of `nodes` and a user of it that lies outside; those of `free` may be used by anything, and a size may be read of any."""
+    for node in nodes - free:
         for user in node.users:
             if user not in nodes and canonical(user) not in _SHAPE_READS and not _reads_shape(user):
                 return node, user

@@ -20,7 +20,7 @@ from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import activation_of, other_use, require_free_names
 from vllm_layers_bridge.fusions.packed import Part, packed_linear, part_of, users_outside
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import is_path_known, projection_spans, source_span
+from vllm_layers_bridge.fusions.source import is_path_known, projection_spans, receiver_span, source_span
 from vllm_layers_bridge.fusions.statements import gather
 from vllm_layers_bridge.layers.activation import FUSED_ACTIVATIONS
 from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, Source
@@ -63,7 +63,7 @@ class PackedGatedMLP:
         if (use := other_use(trace, gate.linear)) is not None:
             return _miss(match, *use)
         nodes = frozenset({*match.nodes, *gate.nodes, *up.nodes})
-        if (escape := users_outside(nodes, match.root)) is not None:
+        if (escape := users_outside(nodes, frozenset({match.root}))) is not None:
             return _miss(match, escape[1], f"`{canonical(escape[0])}` is used outside of the product too")
         for node in (*nodes, gate.linear.args[0] if gate.linear.args else None):
             if isinstance(node, fx.Node) and (writers := trace.written_by(node)):
@@ -128,26 +128,12 @@ def _product(trace: Trace) -> tuple[Match, tuple[Part, Part]] | None:
 
 def _receiver(patch: Patch, cut: SourceSpan, call: SourceSpan, argument: SourceSpan) -> tuple[SourceSpan, str]:
     """What is cut, as an input for a new statement, and the text that computes the product from it."""
-    expression = patch.source.expression_at(cut)
-    if isinstance(expression, ast.Subscript):
-        taken: ast.expr = expression.value
-    elif isinstance(expression, ast.Call) and _is_method(expression.func):
-        taken = expression.func.value  # type: ignore[attr-defined]
-    elif isinstance(expression, ast.Call) and expression.args:
-        taken = expression.args[0]
-    else:
-        raise Refused("there is no call and no subscript where the linear's output was cut", cut)
-    span = SourceSpan.of(taken)
+    span = receiver_span(patch, cut)
     if span == call:
         func = patch.source.expression_at(call)
         assert isinstance(func, ast.Call)
         return argument, f"self.{ACTIVATION}({ast.unparse(func.func)}({{0}}))"
     return span, f"self.{ACTIVATION}({{0}})"
-
-
-def _is_method(func: ast.expr) -> bool:
-    """Whether the call is ``value.chunk(...)``, and not ``torch.chunk(value, ...)``."""
-    return isinstance(func, ast.Attribute) and not (isinstance(func.value, ast.Name) and func.value.id == "torch")
 
 
 def _miss(match: Match, node: fx.Node, reason: str) -> Miss:

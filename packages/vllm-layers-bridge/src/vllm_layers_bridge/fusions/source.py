@@ -44,6 +44,20 @@ def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
     return SourceSpan.of(arguments[0])
 
 
+def receiver_span(patch: Patch, cut: SourceSpan) -> SourceSpan:
+    """The span of what is cut up: ``x`` of ``x[..., :n]``, ``x.chunk(2)`` and ``torch.chunk(x, 2)``."""
+    expression = patch.source.expression_at(cut)
+    if isinstance(expression, ast.Subscript):
+        return SourceSpan.of(expression.value)
+    if isinstance(expression, ast.Call):
+        func = expression.func
+        if isinstance(func, ast.Attribute) and not (isinstance(func.value, ast.Name) and func.value.id == "torch"):
+            return SourceSpan.of(func.value)
+        if expression.args and not isinstance(expression.args[0], ast.Starred):
+            return SourceSpan.of(expression.args[0])
+    raise Refused("there is no call and no subscript where the linear's output was cut", cut)
+
+
 def projection_spans(trace: Trace, patch: Patch, node: fx.Node) -> tuple[SourceSpan, SourceSpan]:
     """The spans of ``self.name(x)`` and of its argument, for the call of a child that is to go away.
 
