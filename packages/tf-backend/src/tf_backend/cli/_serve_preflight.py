@@ -72,3 +72,9 @@ def _engine_config(arguments: argparse.Namespace) -> Any:
         ) from error
     finally:
         logging.disable(disabled)
+
+
+def _advice(model: str) -> str:
+    if Path(model).exists():
+        return "`tf-backend serve --help=all` lists the options."
+    return f"{model} is no folder here, so it was looked up on the hub; download it and name its folder, or see to the connection."

