@@ -38,3 +38,7 @@ def test_one_key_value_head_on_two_ranks(tmp_path: Path) -> None:
 
 def test_projections_that_are_not_fused(checkpoint: Callable[[str], Path]) -> None:
     assert_equal_on_two_ranks(checkpoint("phi"))
+
+
+def test_several_projections_in_one_weight(checkpoint: Callable[[str], Path]) -> None:
+    assert_equal_on_two_ranks(checkpoint("phi3"))

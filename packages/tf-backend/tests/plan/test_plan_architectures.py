@@ -26,7 +26,7 @@ SAMPLE: dict[str, tuple[dict[str, Any], str | None]] = {
     "bamba": ({"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_expand": 2}, "convolution"),
     "falcon": ({}, "_softmax"),
     "gpt_neo": ({"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "mixes tokens"),
-    "minicpm3": ({"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}, "value heads"),
+    "minicpm3": ({"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}, None),
     "olmoe": ({"num_experts": 4, "num_experts_per_tok": 2}, "experts"),
     "roberta": ({}, "later tokens"),
     "xglm": ({"d_model": 128, "num_layers": 2, "attention_heads": 4, "ffn_dim": 192}, "_softmax"),

@@ -31,10 +31,17 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.ModuleDict({"attn": nn.Identity()}) for _ in range(4))
+        for layer in self.layers:
+            layer["attn"].register_parameter("sink", nn.Parameter(torch.empty(4, device="meta")))
+            layer["attn"].register_parameter("long", nn.Parameter(torch.empty(8, device="meta")))
+
+
+MODEL = Model()
+ATTENTION = MODEL.get_submodule(GOOD.module)
 
 
 def run(platform: Capabilities, *calls: AttentionCall) -> Any:
-    return plan_attention(Model(), Observation(TOKENS, attention=list(calls)), platform)
+    return plan_attention(MODEL, Observation(TOKENS, attention=list(calls)), platform)
 
 
 def test_a_good_call(platform: Capabilities) -> None:
@@ -45,6 +52,23 @@ def test_a_good_call(platform: Capabilities) -> None:
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_head_dim, spec.scale) == (4, 2, 32, 32, 0.25)
     assert (spec.sliding_window, spec.logits_soft_cap) == (None, None)
     assert specs_by_module((plan,)) == {"layers.3.attn": (spec,)}
+
+
+def test_sinks_are_told_by_the_parameter_that_they_are(platform: Capabilities) -> None:
+    (plan,), refusals = run(platform, replace(GOOD, keywords={"scaling": 0.25, "s_aux": ATTENTION.sink}))
+    assert refusals == ()
+    assert plan.spec.sinks == "sink"
+
+
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(64, 32), (32, 64), (64, 20)])
+def test_heads_of_two_widths_are_kept_at_the_wider(head_dim: int, value_head_dim: int, platform: Capabilities) -> None:
+    keys = torch.Size([1, 2, TOKENS, head_dim])
+    call = replace(
+        GOOD, query=torch.Size([1, 4, TOKENS, head_dim]), key=keys, value=torch.Size([*keys[:3], value_head_dim])
+    )
+    (plan,), refusals = run(platform, call)
+    assert refusals == ()
+    assert (plan.spec.head_dim, plan.spec.value_head_dim, plan.spec.cache_head_dim) == (head_dim, value_head_dim, 64)
 
 
 @pytest.mark.parametrize("window", [16, None])
@@ -76,7 +100,14 @@ def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabi
     [
         ({"keywords": {}}, "no constant `scaling`"),
         ({"keywords": {"scaling": torch.ones(())}}, "no constant `scaling`"),
-        ({"keywords": {"scaling": 1.0, "s_aux": torch.ones(4)}}, "`s_aux`"),
+        (
+            {"keywords": {"scaling": 1.0, "s_aux": torch.ones(4)}},
+            "`s_aux` to the attention interface, which is no parameter",
+        ),
+        (
+            {"keywords": {"scaling": 1.0, "s_aux": ATTENTION.long}},
+            "`s_aux` of (8,), expected one entry for each of 4 heads",
+        ),
         ({"keywords": {"scaling": 1.0, "position_bias": torch.ones(4)}}, "`position_bias`"),
         ({"keywords": {"scaling": 1.0, "anything_new": 0}}, "`anything_new`"),
         ({"keywords": {"scaling": 1.0, "dropout": 0.1}}, "random"),
@@ -87,7 +118,7 @@ def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabi
         ({"mask": MaskKind("bidirectional")}, "later tokens"),
         ({"mask": MaskKind("chunked", 16)}, "chunked(16)"),
         ({"mask": MaskKind("unknown", reason="of something")}, "of something"),
-        ({"value": torch.Size([1, 2, TOKENS, 64])}, "value heads of 64 beside key heads of 32"),
+        ({"value": torch.Size([1, 2, TOKENS, 40])}, "heads of 40"),
         ({"query": torch.Size([2, 4, TOKENS, 32])}, "not one row"),
         ({"query": torch.Size([1, 4, 1, 32])}, "not one row"),
         ({"key": torch.Size([1, 2, 2 * TOKENS, 32]), "value": torch.Size([1, 2, 2 * TOKENS, 32])}, "not one row"),

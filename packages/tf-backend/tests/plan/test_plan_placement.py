@@ -81,6 +81,17 @@ class SlicesFeatures(TwoLayers):
         return self.second(torch.cat((inner[..., :4], inner[..., 4:]), dim=-1))
 
 
+class PackedHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(HIDDEN, 2 * INNER)
+        self.down = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.both(x)
+        return self.down(both[..., :INNER] * torch.tanh(both[..., INNER:]))
+
+
 class WritesInPlace(TwoLayers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.first(x)
@@ -112,12 +123,23 @@ def test_what_cannot_be_proved_is_not_split(module: type[nn.Module], reason: str
     assert reason in str(caught.value)
 
 
+def test_parts_of_one_weight_are_split_each_for_itself() -> None:
+    module = PackedHalves().to("meta")
+    traced = fx_match.trace(module, (torch.empty(1, 5, HIDDEN, device="meta"),))
+    styles = place(traced, 2, None, {"both": ((0, INNER), (INNER, 2 * INNER))})
+    assert (styles.column, styles.row) == ({"both"}, {"down"})
+    with pytest.raises(Unplaced, match="other parts"):
+        place(traced, 2, None, {"both": ((0, 4), (4, 2 * INNER))})
+
+
 def test_ranks_that_do_not_divide_the_features() -> None:
     with pytest.raises(Unplaced, match="5 ranks do not divide"):
         placed(Plain(), ranks=5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "granite", "phi"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "granite", "phi", "phi3", "glm4", "gpt2"]
+)
 def test_attention_and_mlp_are_split(name: str) -> None:
     found = planned(name, 2)
     assert found.is_served, [str(refusal) for refusal in found.refusals]

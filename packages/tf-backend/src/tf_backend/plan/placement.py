@@ -12,6 +12,7 @@ memory and time, and the plan says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import fx_match
 import torch
 from fx_match import CASTS, Trace, canonical
 from torch import fx, nn
+from vllm_layers_bridge.fusions.children import is_transposed_linear
 from vllm_layers_bridge.fusions.protocol import is_plain_linear
 from vllm_layers_bridge.seams.leaf import attention_leaf
 
@@ -34,9 +36,19 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A value split along `axis`, counted from the front, into equal runs; `heads` when the runs are whole attention heads."""
+    """A value split along `axis`, counted from the front, into equal runs, one for each rank."""
 
     axis: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The output of a linear that holds several projections, each split for itself: `parts` are their columns."""
+
+    parts: tuple[tuple[int, int], ...]
+
+
+State = Shards | Packed | None
 
 
 class Unplaced(Exception):
@@ -52,27 +64,40 @@ class Styles:
     attention: bool
 
 
-def place(trace: Trace, ranks: int, heads: tuple[int, int] | None) -> Styles:
+def place(
+    trace: Trace,
+    ranks: int,
+    heads: tuple[int, int] | None,
+    packed: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
+) -> Styles:
     """Split the linears of a module over `ranks`.
 
     Args:
         trace: of the module's forward, as the model calls it.
         heads: query heads and key-value heads of the attention it calls, or None.
+        packed: for each child that a merged layer takes in parts, the columns of the parts.
 
     Raises:
         Unplaced: with the reason.
     """
     if not trace.complete:
         raise Unplaced("its forward could not be followed to the end")
-    return _Walk(trace, ranks, heads).run()
+    return _Walk(trace, ranks, heads, packed or {}).run()
 
 
 class _Walk:
-    def __init__(self, trace: Trace, ranks: int, heads: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        ranks: int,
+        heads: tuple[int, int] | None,
+        packed: Mapping[str, tuple[tuple[int, int], ...]],
+    ) -> None:
         self.trace = trace
         self.ranks = ranks
         self.heads = heads
-        self.state: dict[fx.Node, Shards | None] = {}
+        self.packed = packed
+        self.state: dict[fx.Node, State] = {}
         self.column: set[str] = set()
         self.row: set[str] = set()
         self.attended = False
@@ -92,7 +117,7 @@ class _Walk:
             if self.state.get(node) is not None:
                 raise Unplaced(f"it returns `{node.name}`, which would be split over ranks")
 
-    def _step(self, node: fx.Node) -> Shards | None:
+    def _step(self, node: fx.Node) -> State:
         if self.trace.written_by(node):
             raise Unplaced(f"`{node.name}` is written to in place")
         if node.op == "placeholder":
@@ -103,43 +128,73 @@ class _Walk:
             return self._module(node)
         if node.target is attention_leaf:
             return self._attention(node)
-        sharded = {source: state for source in node.all_input_nodes if (state := self.state[source]) is not None}
-        if not sharded:
+        states = {source: state for source in node.all_input_nodes if (state := self.state[source]) is not None}
+        if not states:
             return None
-        return self._operation(node, sharded)
+        packed = [state for state in states.values() if isinstance(state, Packed)]
+        if packed:
+            return self._part_of_packed(node, packed[0], len(states))
+        return self._operation(node, {source: state for source, state in states.items() if isinstance(state, Shards)})
 
     # ---- child modules
 
-    def _module(self, node: fx.Node) -> Shards | None:
+    def _module(self, node: fx.Node) -> State:
         name = str(node.target)
         child = self.trace.module.get_submodule(name)
         states = [self.state[source] for source in node.all_input_nodes]
-        if is_plain_linear(child) and isinstance(child, nn.Linear):
-            return self._linear(node, name, child, states)
-        sharded = [state for state in states if state is not None]
+        sizes = linear_sizes(child)
+        if any(isinstance(state, Packed) for state in states):
+            raise Unplaced(f"`{name}` takes several projections at once, which would each be split")
+        if sizes is not None and len(states) == 1:
+            return self._linear(node, name, sizes, states[0])
+        sharded = [state for state in states if isinstance(state, Shards)]
         if not sharded:
             return None
         if len(states) != 1:
             raise Unplaced(f"`{name}` is called with a value that would be split over ranks beside others")
         return self._through(node, name, child, sharded[0])
 
-    def _linear(self, node: fx.Node, name: str, child: nn.Linear, states: list[Shards | None]) -> Shards | None:
-        (state,) = states
-        value = self._tensor(node)
-        last = value.ndim - 1
+    def _linear(self, node: fx.Node, name: str, sizes: tuple[int, int], state: State) -> State:
+        in_features, out_features = sizes
+        last = self._tensor(node).ndim - 1
         if name in self.column or name in self.row:
             raise Unplaced(f"`{name}` is called more than once")
         if state is None:
-            if child.out_features % self.ranks:
-                raise Unplaced(f"`{name}` gives {child.out_features} features, which {self.ranks} ranks do not divide")
             self.column.add(name)
+            if name in self.packed:
+                return Packed(self.packed[name])
+            if out_features % self.ranks:
+                raise Unplaced(f"`{name}` gives {out_features} features, which {self.ranks} ranks do not divide")
             return Shards(last)
-        if state.axis != last:
+        if not isinstance(state, Shards) or state.axis != last:
             raise Unplaced(f"`{name}` takes a value that would be split along another axis than its features")
-        if child.in_features % self.ranks:
-            raise Unplaced(f"`{name}` takes {child.in_features} features, which {self.ranks} ranks do not divide")
+        if in_features % self.ranks:
+            raise Unplaced(f"`{name}` takes {in_features} features, which {self.ranks} ranks do not divide")
         self.row.add(name)
         return None
+
+    def _part_of_packed(self, node: fx.Node, packed: Packed, operands: int) -> State:
+        """`chunk` and `split` give the parts, an index or a slice of columns takes one."""
+        name, value = canonical(node), self.trace.value(node)
+        if operands == 1 and name in {"chunk", "split"} and isinstance(value, tuple | list):
+            widths = [part.shape[-1] if isinstance(part, torch.Tensor) else None for part in value]
+            if widths == [end - start for start, end in packed.parts]:
+                return packed
+        if operands == 1 and name in {"getitem", "slice"} and isinstance(value, torch.Tensor):
+            source = node.all_input_nodes[0]
+            if not isinstance(self.trace.value(source), torch.Tensor):
+                return Shards(value.ndim - 1)
+            index = node.args[1]
+            columns = index[-1] if isinstance(index, tuple) else None
+            if isinstance(columns, slice) and columns.step in (None, 1):
+                start, end, _ = (
+                    columns.indices(self._tensor(source).shape[-1]) if _is_known(columns) else (None, None, 1)
+                )
+                if (start, end) in packed.parts:
+                    return Shards(value.ndim - 1)
+        if name in {"getattr", "shape"}:
+            return None
+        raise Unplaced(f"`{node.name}` ({name}) takes other parts of several projections than those that are split")
 
     def _through(self, node: fx.Node, name: str, child: nn.Module, state: Shards) -> Shards:
         """A child that treats the sharded axis entry by entry: an activation, or a norm over the last axis when another is split."""
@@ -331,6 +386,20 @@ class _Walk:
         if not isinstance(value, torch.Tensor):
             raise Unplaced(f"the shape of `{node.name}` is not known")
         return value
+
+
+def linear_sizes(child: object) -> tuple[int, int] | None:
+    """(in, out) features of a linear that a layer of ours takes the place of; None for any other module."""
+    if is_plain_linear(child) and isinstance(child, nn.Linear):
+        return child.in_features, child.out_features
+    if isinstance(child, nn.Module) and is_transposed_linear(child):
+        in_features, out_features = child.get_parameter("weight").shape
+        return in_features, out_features
+    return None
+
+
+def _is_known(columns: slice) -> bool:
+    return all(isinstance(end, int | None) for end in (columns.start, columns.stop))
 
 
 def _product(sizes: Any) -> int:

@@ -15,7 +15,6 @@ from ast_rewrite import CompiledRewrite
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
-from vllm_layers_bridge.fusions.protocol import is_plain_linear
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
@@ -30,7 +29,7 @@ from vllm_layers_bridge.specs import (
 from tf_backend.generated import derive
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.observe import ModuleCall, Observation
-from tf_backend.plan.placement import Styles, Unplaced, place
+from tf_backend.plan.placement import Styles, Unplaced, linear_sizes, place
 from tf_backend.plan.places import place_of_class
 from tf_backend.plan.schema import ModulePlan, PlacementRecord, Refusal
 from tf_backend.plan.variants import VariantTable
@@ -54,7 +53,7 @@ def place_modules(
 ) -> Placed:
     """Lay every module of `modules` over `ranks`. Call where the attention leaf is registered: modules are run on meta."""
     rewrites = {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None}
-    styled: dict[str, LayerSpec] = {}
+    styled: dict[str, Style] = {}
     replaced: dict[str, ModulePlan] = {}
     records: dict[tuple[str, str], PlacementRecord] = {}
     refusals: dict[str, Refusal] = {}
@@ -63,14 +62,14 @@ def place_modules(
         if plan.variant is None or plan.action == "replace":
             continue
         module = model.get_submodule(plan.name)
-        linears = {name: child for name, child in module.named_children() if is_plain_linear(child)}
+        linears = {name: sizes for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
         if not linears:
             continue
         specs = attention.get(plan.name, ())
         key = (
             plan.variant,
             specs,
-            tuple((name, child.in_features, child.out_features) for name, child in linears.items()),
+            tuple(linears.items()),
         )
         if key not in known:
             known[key] = _styles(module, plan, seen.calls[plan.name], table, rewrites, specs, ranks)
@@ -81,14 +80,12 @@ def place_modules(
             replaced[plan.name] = plan
             for name in linears:
                 style: Style = "column" if name in found.column else "row" if name in found.row else "replicated"
-                styled[f"{plan.name}.{name}"] = LinearSpec(
-                    name, linears[name].in_features, linears[name].out_features, linears[name].bias is not None, style
-                )
+                styled[f"{plan.name}.{name}"] = style
             continue
         if specs:
             refusals.setdefault(cls, _refusal(type(module), plan.name, ranks, found))
             continue
-        whole = sum(p.numel() for child in linears.values() for p in child.parameters())
+        whole = sum(p.numel() for child in linears for p in module.get_submodule(child).parameters())
         _count(records, cls, found, whole)
         layers = tuple(_replicated(layer) for layer in plan.layers)
         replaced[plan.name] = ModulePlan(plan.name, plan.action, plan.variant, layers)
@@ -100,8 +97,9 @@ def place_modules(
             )
     result: list[ModulePlan] = []
     for plan in modules:
-        layer = styled.get(plan.name)
-        if layer is not None and plan.action == "replace" and isinstance(plan.layers[0], LinearSpec):
+        layer = plan.layers[0] if plan.layers else None
+        if plan.name in styled and plan.action == "replace" and isinstance(layer, LinearSpec):
+            layer = msgspec.structs.replace(layer, style=styled[plan.name])
             result.append(ModulePlan(plan.name, plan.action, plan.variant, (layer,)))
         else:
             result.append(replaced.get(plan.name, plan))
@@ -138,7 +136,7 @@ def _styles(
     """How the module is split, or why not."""
     heads = (specs[0].num_heads, specs[0].num_kv_heads) if len(specs) == 1 else None
     try:
-        styles = place(table.trace_of(module, call), ranks, heads)
+        styles = place(table.trace_of(module, call), ranks, heads, _packed(plan))
         merged = {child for layer in plan.layers for child in consumed_children(layer)}
         if not merged <= styles.column:
             raise Unplaced("a merged projection would be split in part")
@@ -146,6 +144,17 @@ def _styles(
     except (Unplaced, BridgeError) as problem:
         return str(problem)
     return styles
+
+
+def _packed(plan: ModulePlan) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Columns of the parts of each child that a merged layer takes in parts, in the order of the child."""
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for layer in plan.layers:
+        if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
+            for source in layer.sources:
+                if source.rows is not None:
+                    parts.setdefault(source.child, []).append(source.rows)
+    return {child: tuple(sorted(rows)) for child, rows in parts.items()}
 
 
 def _check_at_local_widths(
@@ -179,18 +188,19 @@ def _local_copy(
     local.__dict__.update(module.__dict__)
     local.__dict__["_modules"] = dict(module._modules)
     for name, child in module.named_children():
-        if name in styles.column and isinstance(child, nn.Linear):
-            local._modules[name] = _meta_linear(child.in_features, child.out_features // ranks, child)
-        elif name in styles.row and isinstance(child, nn.Linear):
-            local._modules[name] = _meta_linear(child.in_features // ranks, child.out_features, child)
+        sizes = linear_sizes(child)
+        if name in styles.column and sizes is not None:
+            local._modules[name] = _meta_linear(sizes[0], sizes[1] // ranks, child)
+        elif name in styles.row and sizes is not None:
+            local._modules[name] = _meta_linear(sizes[0] // ranks, sizes[1], child)
     for layer in plan.layers:
         like = next((module.get_submodule(child) for child in consumed_children(layer)), None)
         for taken in consumed_children(layer):
             local._modules.pop(taken, None)
         if isinstance(layer, QKVLinearSpec):
-            sizes = qkv_split_sizes(layer, ranks)
-            local.__dict__[layer.sizes_attribute] = sizes
-            local._modules[layer.name] = _meta_linear(layer.in_features, sum(sizes), like)
+            widths = qkv_split_sizes(layer, ranks)
+            local.__dict__[layer.sizes_attribute] = widths
+            local._modules[layer.name] = _meta_linear(layer.in_features, sum(widths), like)
         elif isinstance(layer, MergedLinearSpec):
             if any(source.size % ranks for source in layer.sources):
                 raise Unplaced(f"{ranks} ranks do not divide the parts of `{layer.name}`")
