@@ -80,3 +80,28 @@ def test_diffs_are_coloured_on_a_terminal(toy_plan: Plan) -> None:
 def test_ranges_of_layers() -> None:
     assert _ranges([8, 0, 1, 2, 6, 9]) == "0-2, 6, 8-9"
     assert _ranges([]) == ""
+
+
+def test_placement_is_shown_with_its_reason_and_cost() -> None:
+    import io
+
+    import msgspec
+    from rich.console import Console
+    from tf_backend.cli._render import render_plan
+    from tf_backend.plan.schema import Parallel, PlacementRecord, Plan, Provenance
+
+    provenance = Provenance("A", "a", "0", "5", "2", {}, "cpu", "0", Parallel(tensor=2))
+    plan = Plan(provenance, "model", "model.layers", (), (), (), None, (), ())
+    record = PlacementRecord("SomeMLP", "replicated", 3, "`norm` is a norm over all the features", 147456)
+
+    def shown(of: Plan) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        render_plan(console, of)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert "Placement" not in shown(plan)
+    text = shown(msgspec.structs.replace(plan, placement=(record,)))
+    assert "Placement over 2 ranks" in text
+    assert "SomeMLP" in text
+    assert "147,456 parameters on every rank" in text

@@ -24,6 +24,7 @@ def render_plan(console: Console, plan: Plan) -> None:
     render_fusions(console, plan)
     _misses(console, plan)
     _attention(console, plan)
+    _placement(console, plan)
     _head(console, plan)
     _verdict(console, plan)
 
@@ -109,6 +110,17 @@ def _attention(console: Console, plan: Plan) -> None:
             cap,
         )
         table.add_row(*(Text(str(cell)) for cell in row))
+    console.print(table)
+
+
+def _placement(console: Console, plan: Plan) -> None:
+    """How each class lies over ranks; nothing on one rank."""
+    if not plan.placement:
+        return
+    table = _table(f"Placement over {plan.provenance.parallel.tensor} ranks", "class", "placement", "count", "reason")
+    for record in plan.placement:
+        reason = f"{record.reason}; {record.replicated_parameters:,} parameters on every rank" if record.reason else ""
+        table.add_row(record.cls, record.placement, str(record.count), reason)
     console.print(table)
 
 
