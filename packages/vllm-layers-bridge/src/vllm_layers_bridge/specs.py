@@ -13,7 +13,7 @@ Style: TypeAlias = Literal["replicated", "column", "row"]
 """How a weight is laid over tensor-parallel ranks: whole on each, split on outputs, split on inputs."""
 
 
-class Source(msgspec.Struct, frozen=True, omit_defaults=True):
+class Source(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One projection that goes into a merged layer."""
 
     child: str
@@ -113,7 +113,8 @@ LayerSpec: TypeAlias = (
 class AttentionSpec(msgspec.Struct, frozen=True):
     """One call of the attention interface, as the model made it.
 
-    Sizes are per model, not per rank. `sliding_window` counts the tokens that a query sees, itself included.
+    Sizes are per model, not per rank. `sliding_window` counts the tokens that a query sees, itself included. `sinks` names the parameter
+    of the calling module, [num_heads], whose entries are one more score in the softmax of each head, with no value behind it.
     """
 
     num_heads: int
@@ -123,3 +124,9 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     scale: float
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
+    sinks: str | None = None
+
+    @property
+    def cache_head_dim(self) -> int:
+        """Width at which the engine keeps both key and value heads: the narrower of the two is padded with zeros."""
+        return max(self.head_dim, self.value_head_dim)

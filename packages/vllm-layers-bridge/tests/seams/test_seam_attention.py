@@ -68,6 +68,21 @@ def test_value_heads_may_have_a_width_of_their_own() -> None:
     torch.testing.assert_close(output, value.transpose(1, 2))
 
 
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(8, 5), (5, 8), (6, 6)])
+def test_heads_narrower_than_the_layers_are_padded_and_the_output_is_cut(head_dim: int, value_head_dim: int) -> None:
+    layer = OverTokens()
+    layer.head_size = 8
+    owner = Owner()
+    owner.add_module(CHILD, layer)
+    query, key = drawn(1, 4, 6, head_dim, seed=0), drawn(1, 2, 6, head_dim, seed=1)
+    value = drawn(1, 2, 6, value_head_dim, seed=2)
+    output, _ = attention_interface(owner, query, key, value)
+    expected = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.5, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.parametrize(
     ("query", "key"),
     [((2, 4, 6, 8), (2, 4, 6, 8)), ((1, 4, 6, 8), (1, 4, 9, 8)), ((4, 6, 8), (4, 6, 8))],
@@ -142,7 +157,7 @@ def test_spec_becomes_the_layers_arguments(in_vllm: Callable[..., Any]) -> None:
     }
     assert in_vllm(built, SPEC, FakeAttention) == expected
     other = dataclasses_like(SPEC, value_head_dim=16, sliding_window=9, logits_soft_cap=30.0)
-    changed = {"head_size_v": 16, "window": 9, "logits_soft_cap": 30.0}
+    changed = {"window": 9, "logits_soft_cap": 30.0}
     assert in_vllm(built, other, FakeAttention) == {**expected, **changed}
 
 
@@ -161,6 +176,35 @@ def test_heads_are_those_of_one_rank(in_vllm: Callable[..., Any]) -> None:
     assert [in_vllm(heads, ranks) for ranks in (1, 2, 4)] == [(4, 2), (2, 1), (1, 1)]
     with pytest.raises(Exception, match="4 heads cannot be split over 3 ranks"):
         in_vllm(heads, 3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("head_dim", "value_head_dim", "kept"), [(64, 32, 64), (32, 64, 64)])
+def test_keys_and_values_are_kept_at_the_width_of_the_wider(
+    in_vllm: Callable[..., Any], head_dim: int, value_head_dim: int, kept: int
+) -> None:
+    spec = dataclasses_like(SPEC, head_dim=head_dim, value_head_dim=value_head_dim)
+    assert in_vllm(built, spec, FakeAttention)["head_size"] == kept
+
+
+def with_sinks(ranks: int) -> tuple[Any, ...]:
+    import vllm.distributed
+    import vllm.model_executor.layers.attention as module
+
+    module.Attention = FakeAttention
+    owner = Owner()
+    owner.register_parameter("sink", nn.Parameter(torch.empty(4, device="meta")))
+    spec = dataclasses_like(SPEC, sinks="sink")
+    layer = attach_attention(owner, spec, PREFIX, tensor_parallel=ranks, cache_config=None, quant_config=None)
+    vllm.distributed.get_tensor_model_parallel_rank = lambda: ranks - 1
+    owner.sink.weight_loader(owner.sink, torch.arange(4.0))
+    return layer.arguments["sinks"] is owner.sink, owner.sink.tolist(), [name for name, _ in owner.named_parameters()]
+
+
+@pytest.mark.engine
+def test_sinks_are_the_modules_own_parameter_for_the_heads_of_this_rank(in_vllm: Callable[..., Any]) -> None:
+    assert in_vllm(with_sinks, 1) == (True, [0.0, 1.0, 2.0, 3.0], ["sink"])
+    assert in_vllm(with_sinks, 2) == (True, [2.0, 3.0], ["sink"])
 
 
 @pytest.mark.engine

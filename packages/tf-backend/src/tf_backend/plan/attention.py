@@ -31,7 +31,10 @@ INERT_KEYWORDS = frozenset(
 )
 """Keywords that models pass through to the interface and that no attention function of transformers reads."""
 
-EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal"})
+SINKS = "s_aux"
+"""Keyword by which transformers passes a score per head that takes part in the softmax and has no value."""
+
+EXPRESSED_KEYWORDS = frozenset({"scaling", "softcap", "sliding_window", "dropout", "is_causal", SINKS})
 """Keywords that an `AttentionSpec` carries, or whose one admitted value is checked here; a window must be the mask's."""
 
 
@@ -59,21 +62,22 @@ def plan_attention(
     refusals: list[Refusal] = []
     owners: set[str] = set()
     for call in seen.attention:
-        problem = _problem(call, seen.tokens, capabilities)
+        owner = model.get_submodule(call.module)
+        problem = _problem(call, owner, seen.tokens, capabilities)
         if call.module in owners:
             problem = "calls the attention interface more than once"
         owners.add(call.module)
         if problem is None:
-            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call)))
+            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call, owner)))
         else:
-            cls = type(model.get_submodule(call.module))
+            cls = type(owner)
             refusals.append(Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), REMEDY))
     return tuple(plans), _merged(refusals)
 
 
-def _problem(call: AttentionCall, tokens: int, capabilities: AttentionCapabilities) -> str | None:
+def _problem(call: AttentionCall, owner: nn.Module, tokens: int, capabilities: AttentionCapabilities) -> str | None:
     """Why the engine cannot compute this call, as a verb phrase; None when it can."""
-    head_dim, value_dim = call.query[-1], call.value[-1]
+    head_dim = max(call.query[-1], call.value[-1])
     if not _has_layout(call, tokens):
         shapes = ", ".join(str(tuple(size)) for size in (call.query, call.key, call.value))
         return f"attends with queries, keys and values of {shapes}, which are not one row of {tokens} tokens"
@@ -81,8 +85,6 @@ def _problem(call: AttentionCall, tokens: int, capabilities: AttentionCapabiliti
         return "attends to later tokens, as an encoder does; only causal attention is served yet"
     if call.mask.kind not in {"full", "sliding"}:
         return f"attends under a mask that no attention layer of the engine takes: {call.mask.reason or call.mask}"
-    if value_dim != head_dim:
-        return f"has value heads of {value_dim} beside key heads of {head_dim}, which is not served yet"
     if head_dim not in capabilities.attention_head_sizes:
         sizes = ", ".join(str(size) for size in capabilities.attention_head_sizes)
         return f"has heads of {head_dim}; the attention of {capabilities.name} takes {sizes}"
@@ -90,7 +92,7 @@ def _problem(call: AttentionCall, tokens: int, capabilities: AttentionCapabiliti
         return f"attends within a window of {call.mask.size}; the attention of {capabilities.name} has no windows"
     if call.keywords.get("softcap") and not capabilities.supports_logits_soft_cap:
         return f"caps its attention scores; the attention of {capabilities.name} does not"
-    return _keyword_problem(call)
+    return _keyword_problem(call) or _sinks_problem(call, owner)
 
 
 def _has_layout(call: AttentionCall, tokens: int) -> bool:
@@ -121,7 +123,23 @@ def _keyword_problem(call: AttentionCall) -> str | None:
     return None
 
 
-def _spec(call: AttentionCall) -> AttentionSpec:
+def _sinks_problem(call: AttentionCall, owner: nn.Module) -> str | None:
+    sinks = call.keywords.get(SINKS)
+    if sinks is None:
+        return None
+    if _parameter_name(owner, sinks) is None:
+        return f"passes `{SINKS}` to the attention interface, which is no parameter of its own"
+    if tuple(sinks.shape) != (call.query[1],):
+        return f"passes `{SINKS}` of {tuple(sinks.shape)}, expected one entry for each of {call.query[1]} heads"
+    return None
+
+
+def _parameter_name(owner: nn.Module, tensor: object) -> str | None:
+    """Under which name `owner` itself holds the very tensor as a parameter."""
+    return next((name for name, own in owner.named_parameters(recurse=False) if own is tensor), None)
+
+
+def _spec(call: AttentionCall, owner: nn.Module) -> AttentionSpec:
     softcap = call.keywords.get("softcap")
     return AttentionSpec(
         num_heads=call.query[1],
@@ -131,6 +149,7 @@ def _spec(call: AttentionCall) -> AttentionSpec:
         scale=float(call.keywords["scaling"]),
         sliding_window=call.mask.size if call.mask.kind == "sliding" else None,
         logits_soft_cap=float(softcap) if softcap else None,
+        sinks=_parameter_name(owner, call.keywords.get(SINKS)),
     )
 
 

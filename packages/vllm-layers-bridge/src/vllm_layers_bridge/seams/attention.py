@@ -34,7 +34,8 @@ def attention_interface(
 ) -> tuple[torch.Tensor, None]:
     """Attention over the engine's KV cache.
 
-    Mask, scale, window and soft cap are the layer's own, read when the model was planned: what is passed here was checked then.
+    Mask, scale, window, soft cap and sinks are the layer's own, read when the model was planned: what is passed here was checked then.
+    Heads narrower than the layer's are padded with zeros, which changes no score and no other value.
 
     Args:
         module: the module that calls, which holds the vLLM layer.
@@ -54,9 +55,16 @@ def attention_interface(
     layer = getattr(module, CHILD)
     tokens = query.shape[2]
     heads, width = query.shape[1], value.shape[3]
-    flat = [part.transpose(1, 2).reshape(tokens, -1) for part in (query, key, value)]
+    size = getattr(layer, "head_size", None)
+    flat = [_padded(part, size).transpose(1, 2).reshape(tokens, -1) for part in (query, key, value)]
     output: torch.Tensor = layer(*flat)
-    return output.view(1, tokens, heads, width), None
+    return output.view(1, tokens, heads, -1)[..., :width], None
+
+
+def _padded(heads: torch.Tensor, size: int | None) -> torch.Tensor:
+    """Heads [1, heads, tokens, width] with zeros up to `size`; as they are where that is not known."""
+    missing = 0 if size is None else size - heads.shape[3]
+    return nn.functional.pad(heads, (0, missing)) if missing > 0 else heads
 
 
 def register_interface() -> None:
@@ -69,7 +77,7 @@ def register_interface() -> None:
 def attach_attention(
     module: nn.Module, spec: AttentionSpec, prefix: str, *, tensor_parallel: int, cache_config: Any, quant_config: Any
 ) -> nn.Module:
-    """Give `module` the vLLM attention layer of `spec`.
+    """Give `module` the vLLM attention layer of `spec`, and memory to the sinks of this rank, to be loaded like any parameter.
 
     Args:
         prefix: full name of the layer; vLLM wants exactly one integer in it.
@@ -84,11 +92,11 @@ def attach_attention(
     if spec.sliding_window is None and cache_config is not None and cache_config.sliding_window is not None:
         cache_config = dataclasses.replace(cache_config, sliding_window=None)
     heads, kv_heads = heads_per_rank(spec.num_heads, spec.num_kv_heads, tensor_parallel)
-    extra = {} if spec.value_head_dim == spec.head_dim else {"head_size_v": spec.value_head_dim}
+    extra = {} if spec.sinks is None else {"sinks": _local_sinks(module, spec.sinks, heads)}
     try:
         layer = Attention(
             num_heads=heads,
-            head_size=spec.head_dim,
+            head_size=spec.cache_head_dim,
             scale=spec.scale,
             num_kv_heads=kv_heads,
             cache_config=cache_config,
@@ -105,10 +113,26 @@ def attach_attention(
             f"vLLM gave `{prefix}` a window of {layer.sliding_window}; the model's own is {spec.sliding_window}."
         )
     backend = getattr(layer, "attn_backend", None)  # not every platform asks it when the layer is built
-    if backend is not None and not backend.supports_head_size(spec.head_dim):
+    if backend is not None and not backend.supports_head_size(spec.cache_head_dim):
         raise NotBuildable(
-            f"vLLM's {backend.get_name()} attention, given to `{prefix}`, takes no heads of {spec.head_dim}."
+            f"vLLM's {backend.get_name()} attention, given to `{prefix}`, takes no heads of {spec.cache_head_dim}."
         )
     setattr(module, CHILD, layer)
     built: nn.Module = layer
     return built
+
+
+def _local_sinks(module: nn.Module, name: str, heads: int) -> nn.Parameter:
+    """The parameter `name` of `module`, on the current device, for the heads of this rank; the engine's layer reads it where it lies."""
+    whole = module.get_parameter(name)
+    local = nn.Parameter(torch.empty(heads, dtype=whole.dtype), requires_grad=False)
+
+    def load(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        start = get_tensor_model_parallel_rank() * heads if heads < loaded.shape[0] else 0
+        parameter.data.copy_(loaded[start : start + heads])
+
+    local.weight_loader = load  # type: ignore[attr-defined]
+    setattr(module, name, local)
+    return local
