@@ -21,6 +21,16 @@ def non_persistent_buffers(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_buffers() if name not in held)
 
 
+def _initialiser(model: PreTrainedModel, owner: str) -> PreTrainedModel:
+    """The innermost model that `owner` is or lies in: the one whose `_init_weights` transformers calls for it."""
+    found, path = model, ""
+    for part in owner.split(".") if owner else ():
+        path = f"{path}.{part}" if path else part
+        inner = model.get_submodule(path)
+        found = inner if isinstance(inner, PreTrainedModel) else found
+    return found
+
+
 def restore_buffers(model: PreTrainedModel, names: tuple[str, ...], device: torch.device) -> None:
     """Compute the buffers `names` of `model` on `device`.
 
@@ -40,7 +50,7 @@ def restore_buffers(model: PreTrainedModel, names: tuple[str, ...], device: torc
             module._buffers[leaf] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
         try:
             with torch.no_grad(), torch.device(device):
-                model._init_weights(module)
+                _initialiser(model, owner)._init_weights(module)
         except Exception as error:  # the model's own code, run on one module of a model that holds layers of ours
             raise TfBackendError(
                 f"The buffers of `{owner}` are in no checkpoint, and `{type(model).__name__}._init_weights` fails to compute them: "
