@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from tf_backend.errors import CheckpointError
 from tf_backend.weights.names import planned_name
 
 KNOWN = {"model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"}
@@ -38,3 +40,21 @@ def test_inner_part_alone_is_no_prefix() -> None:
 def test_without_a_prefix_names_are_exact() -> None:
     assert planned_name("norm.weight", {"norm.weight"}, "") == "norm.weight"
     assert planned_name("model.norm.weight", {"norm.weight"}, "") is None
+
+
+def test_names_that_transformers_renames_when_it_loads() -> None:
+    from tf_backend.plan.schema import WeightRule
+    from tf_backend.weights.load import WeightLoader
+    from transformers.core_model_loading import WeightRenaming
+
+    renaming = WeightRenaming(source_patterns=r"^embed_out\.", target_patterns="lm_head.")
+    rule = WeightRule("lm_head.weight", "lm_head.weight", None, (4, 2))
+    weight = torch.nn.Parameter(torch.zeros(4, 2))
+    stored = torch.arange(8.0).view(4, 2)
+    loader = WeightLoader([rule], "model", renamings=(renaming,))
+    assert loader.load([("embed_out.weight", stored)], {"lm_head.weight": weight}) == {"lm_head.weight"}
+    assert torch.equal(weight, stored)
+    with pytest.raises(CheckpointError, match="no place for"):
+        WeightLoader([rule], "model").load([("embed_out.weight", stored)], {"lm_head.weight": weight})
+    with pytest.raises(CheckpointError, match="two names"):
+        loader.load([("embed_out.weight", stored), ("lm_head.weight", stored)], {"lm_head.weight": weight})

@@ -10,10 +10,16 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform
 
 from tf_backend.plan.places import place_of_class
 from tf_backend.plan.schema import Refusal
+
+
+def checkpoint_renamings(model: PreTrainedModel) -> tuple[WeightTransform, ...]:
+    """The plain renamings by which transformers reads checkpoints of this model that were saved under other names, in order."""
+    transforms = get_model_conversion_mapping(model, add_legacy=True)
+    return tuple(transform for transform in transforms if type(transform) is WeightRenaming)
 
 
 def conversion_refusals(model: PreTrainedModel) -> Iterator[Refusal]:

@@ -21,7 +21,7 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
 from tf_backend.plan.attention import plan_attention, specs_by_module
-from tf_backend.plan.conversions import conversion_refusals
+from tf_backend.plan.conversions import checkpoint_renamings, conversion_refusals
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
@@ -39,6 +39,7 @@ from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
 from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.tensor_parallel import Placed, place_modules
 from tf_backend.plan.variants import VariantTable
+from tf_backend.weights.names import Renaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Planned:
     rewrites: dict[str, CompiledRewrite]
     tied: tuple[str, ...]
     ignorable_patterns: tuple[str, ...]
+    renamings: tuple[Renaming, ...] = ()
+    """By which transformers reads checkpoints that hold other names."""
 
 
 def make_plan(
@@ -101,6 +104,7 @@ def make_plan(
         {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None},
         tied_names(model),
         (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_obsolete_buffers(plan)),
+        checkpoint_renamings(model),
     )
 
 

@@ -36,6 +36,7 @@ def weight_loader(planned: Planned) -> WeightLoader:
         plan.base,
         ignorable=[*plan.buffers, *planned.tied],
         ignorable_patterns=planned.ignorable_patterns,
+        renamings=planned.renamings,
     )
 
 

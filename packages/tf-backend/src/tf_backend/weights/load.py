@@ -15,7 +15,7 @@ from torch import nn
 from tf_backend.errors import CheckpointError
 from tf_backend.plan.schema import WeightRule
 from tf_backend.weights.files import StoredTensor
-from tf_backend.weights.names import planned_name
+from tf_backend.weights.names import Renaming, planned_name, renamed
 
 
 class WeightLoader:
@@ -26,6 +26,7 @@ class WeightLoader:
         base_prefix: prefix of the decoder in full names, e.g. ``model``.
         ignorable: names that a checkpoint may hold and the model does not want: tied copies and recomputed buffers.
         ignorable_patterns: regular expressions for the same, from the transformers class.
+        renamings: tried on a name that the model does not have, in order.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class WeightLoader:
         base_prefix: str,
         ignorable: Iterable[str] = (),
         ignorable_patterns: Iterable[str] = (),
+        renamings: Iterable[Renaming] = (),
     ) -> None:
         self.rules: dict[str, list[WeightRule]] = {}
         for rule in rules:
             self.rules.setdefault(rule.source, []).append(rule)
         self.base_prefix = base_prefix
         self.ignorable = frozenset(ignorable)
+        self.renamings = tuple(renamings)
         self.patterns = tuple(re.compile(pattern) for pattern in ignorable_patterns)
 
     def check(self, stored: Mapping[str, StoredTensor]) -> None:
@@ -79,6 +82,8 @@ class WeightLoader:
 
     def _source(self, name: str, file: object = None) -> str | None:
         source = planned_name(name, self.rules, self.base_prefix)
+        if source is None:
+            source = planned_name(renamed(name, self.renamings), self.rules, self.base_prefix)
         if source is not None:
             return source
         if planned_name(name, self.ignorable, self.base_prefix) or any(p.search(name) for p in self.patterns):

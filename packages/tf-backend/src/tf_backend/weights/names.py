@@ -5,7 +5,23 @@ In: the names that the plan knows. Out: for a name in a checkpoint, the planned 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+
+class Renaming(Protocol):
+    """One of transformers' renamings of checkpoint tensors (`transformers.core_model_loading.WeightRenaming`)."""
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """The new name, and the pattern that matched or None."""
+        ...
+
+
+def renamed(name: str, renamings: Iterable[Renaming]) -> str:
+    """The name after every renaming that matches, in order, as transformers applies them when it loads."""
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def planned_name(name: str, known: Collection[str], base_prefix: str) -> str | None:
