@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import signal
@@ -57,20 +58,24 @@ def test_an_engine_that_cannot_be_imported_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt("terminated"), KeyboardInterrupt()])
-def test_sigterm_is_told_from_ctrl_c(raised: KeyboardInterrupt, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_sigterm_is_told_from_ctrl_c(
+    number: int, status: int, is_running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tf_backend.cli import _serve
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)]
 
-    def serve(given: list[str], distribution: str) -> None:
-        if raised.args:
-            signal.raise_signal(signal.SIGTERM)
-        raise raised
+    def serve(given: list[str], distribution: str) -> list[int]:
+        if not is_running:
+            with contextlib.suppress(KeyboardInterrupt, Exception):  # as some code of the engine does
+                signal.raise_signal(number)
+        return [number]
 
     monkeypatch.setattr(_serve, "_serve", serve)
-    assert main(["serve", "model"]) == (0 if raised.args else 130)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert main(["serve", "model"]) == status
+    assert [signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def _served(*arguments: object) -> Outcome:

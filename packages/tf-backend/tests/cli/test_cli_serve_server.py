@@ -58,10 +58,10 @@ class Server:
         except OSError:
             return False
 
-    def end(self, number: int) -> int:
+    def end(self, number: int, patience: float = 30) -> int:
         """Send a signal to the server alone; its exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=patience)
 
     def left_over(self) -> list[int]:
         """Processes of its session that are still there, after a moment for those that see their parent gone."""
@@ -256,7 +256,7 @@ def test_a_signal_while_the_engine_starts(
         started.wait_until(
             lambda: len(_session(started.process.pid)) > 1
         )  # the engine, beside multiprocessing's tracker
-        assert started.end(number) == status, started.text()[-2000:]
+        assert started.end(number, patience=90) == status, started.text()[-2000:]
         assert started.left_over() == []
         assert "Traceback" not in started.text(), started.text()[-3000:]
         assert ("error: interrupted" in started.text()) == (number == signal.SIGINT)

@@ -14,7 +14,15 @@ from tf_backend import capabilities
 from tf_backend.cli._present import EngineFailed
 from tf_backend.errors import EngineMissing, TfBackendError
 
-_TERMINATED = "terminated"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal before the server runs. No `KeyboardInterrupt`: vLLM takes that for nothing while it waits for its engine, and waits on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -22,23 +30,24 @@ def run(options: argparse.Namespace) -> int:
     distribution = capabilities.installed()
     if distribution is None:
         raise EngineMissing("serving a model")
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
-        _serve(options.arguments, distribution.name)
-    except KeyboardInterrupt as interrupt:
-        if interrupt.args != (_TERMINATED,):
-            raise
+        received = _serve(options.arguments, distribution.name)
+    except Stopped as stopped:
+        received = [stopped.number]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
     return 0
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before the server runs: an interrupt that is told from Ctrl-C, in the words of vLLM's own handler."""
-    raise KeyboardInterrupt(_TERMINATED)
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
 
 
-def _serve(given: list[str], distribution: str) -> None:
+def _serve(given: list[str], distribution: str) -> list[int]:
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what libraries say of a machine without a GPU, or without Triton
     try:
@@ -52,10 +61,8 @@ def _serve(given: list[str], distribution: str) -> None:
     arguments = parse(given, distribution)
     preflight(arguments)
     try:
-        received = serve(arguments)
+        return serve(arguments)
     except TfBackendError:
         raise
     except Exception as error:
         raise EngineFailed("serving", error, advice="The log above may say more.") from error
-    if signal.SIGINT in received:
-        raise KeyboardInterrupt

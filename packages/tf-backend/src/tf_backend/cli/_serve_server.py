@@ -14,7 +14,9 @@ from typing import TypeVarTuple
 import uvloop
 from vllm import envs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.api_server.entry import run_server
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+from vllm.entrypoints.launchers.launcher import setup_server
+from vllm.utils.system_utils import decorate_logs
 
 from tf_backend.errors import OptionRefused, TfBackendError
 
@@ -60,7 +62,7 @@ def serve(arguments: argparse.Namespace) -> list[int]:
     log = logging.getLogger("vllm.v1.engine.async_llm")
     log.addFilter(lambda record: not loop.received)
     try:
-        uvloop.run(run_server(arguments), loop_factory=lambda: loop)
+        uvloop.run(_run(arguments), loop_factory=lambda: loop)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
             raise
@@ -71,6 +73,13 @@ def serve(arguments: argparse.Namespace) -> list[int]:
     if not loop.received:
         raise ServerStopped
     return loop.received
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    """The one API server, with the signal handlers that are there until it listens: vLLM's own would be ignored while its engine starts."""
+    decorate_logs("APIServer", skip_if_decorated=True)
+    address, listener = setup_server(arguments, reuse_port=False)
+    await run_server_worker(address, listener, arguments)
 
 
 def _is_single(arguments: argparse.Namespace) -> bool:
