@@ -5,6 +5,7 @@ In: uses, a surface, ledgers. Out: `Problem`s, each with what is wrong and what 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,19 @@ def _use_problems(use: Use, entry: Entry, surface: Surface) -> Iterator[str]:
     elif all(one.kind == "unknown" for one in entry.definitions):
         yield f"its type cannot be told: {entry.definitions[0].where}; {_TYPE_IT}"
     elif use.call is not None:
-        what = _call_problem(use.call, entry.definitions)
+        what = _call_problem(_without_passed_on(use.path, use.call), entry.definitions)
         if what is not None:
             yield f"a call {use.call} does not fit: {what}" if what else f"its signature is {_unrecorded(surface)}"
+
+
+def _without_passed_on(path: str, call: CallShape) -> CallShape:
+    """`call` without the keywords that the ledger knows to be passed on through ``**``."""
+    known = _ledger.PASSED_ON.get(path, frozenset())
+    return dataclasses.replace(
+        call,
+        keywords=tuple(name for name in call.keywords if name not in known),
+        sometimes=tuple(name for name in call.sometimes if name not in known),
+    )
 
 
 def _call_problem(call: CallShape, definitions: tuple[Definition, ...]) -> str | None:

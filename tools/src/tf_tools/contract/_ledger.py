@@ -50,3 +50,9 @@ DYNAMIC: dict[str, str] = {
     "vllm-serve": "options of memory are compared with their defaults one after the other, by names that stand beside it",
 }
 """Things of vLLM from which a name is read that is not literal, so that nobody can check it -> why."""
+
+PASSED_ON: dict[str, frozenset[str]] = {
+    # The backend's implementation takes them by name, and one that does not know them raises when it is built.
+    "vllm.model_executor.layers.attention:Attention": frozenset({"sinks"}),
+}
+"""Keywords that only ``**`` takes, and that are passed on to something that checks them: path of the callable -> names."""
