@@ -6,6 +6,7 @@ the bootstrap, since ratios of times are skewed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,13 +47,18 @@ def median_interval(ratios: Sequence[float]) -> Interval:
     Raises:
         BenchError: no ratio, or one that is not positive and finite.
     """
-    import numpy as np
-    from scipy.stats import bootstrap  # type: ignore[import-untyped]
-
     wrong = [ratio for ratio in ratios if not (math.isfinite(ratio) and ratio > 0)]
     if wrong or not ratios:
         raise BenchError(f"expected positive ratios, one for each pair; found {wrong or 'none'}")
-    data = np.sort(np.asarray(ratios, dtype=np.float64))
+    return _interval(tuple(sorted(ratios)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _interval(ratios: tuple[float, ...]) -> Interval:
+    import numpy as np
+    from scipy.stats import bootstrap  # type: ignore[import-untyped]
+
+    data = np.asarray(ratios, dtype=np.float64)
     median = float(np.median(data))
     if len(data) < FEWEST_PAIRS:
         return Interval(median, None, None, len(data))
