@@ -19,9 +19,9 @@ pytestmark = pytest.mark.engine
 GPT2_SIZES = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 
-# Model type -> config values, and how many layers of each kind it has when it is served.
+# Model type -> config values, and how many layers of each kind it has when it is served; vLLM has one activation for all who ask.
 SERVED: dict[str, tuple[Mapping[str, Any], Mapping[str, int]]] = {
-    "phi3": ({"pad_token_id": 0}, {"QKVParallelLinear": 2, "MergedColumnParallelLinear": 2, "SiluAndMul": 2}),
+    "phi3": ({"pad_token_id": 0}, {"QKVParallelLinear": 2, "MergedColumnParallelLinear": 2, "SiluAndMul": 1}),
     "glm4": ({"head_dim": 32, "pad_token_id": 0}, {"QKVParallelLinear": 2, "MergedColumnParallelLinear": 2}),
     "gpt2": (GPT2_SIZES, {"QKVParallelLinear": 2, "ReplicatedLinear": 6}),
     "gpt_bigcode": (GPT2_SIZES, {"QKVParallelLinear": 2}),
