@@ -31,15 +31,6 @@ FALCON_H1 = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
-DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 512,
-}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -76,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
         "model.layers.0.self_attn",
         ("chunked(16)",),
     ),
-    "value heads of another size": ("deepseek_v3", DEEPSEEK, "DeepseekV3Attention", "model.layers.0.self_attn", ("32", "96")),
     "attention called twice": ("diffllama", {}, "DiffLlamaAttention", "model.layers.0.self_attn", ("more than once",)),
     "rope that follows the length": ("llama", DYNAMIC, "LlamaRotaryEmbedding", "model.rotary_emb", ("token axis",)),
     "encoder as decoder": ("bert", {}, "BertSelfAttention", "bert.encoder.layer.0.attention.self", ("later tokens",)),
@@ -139,11 +129,13 @@ def test_what_follows_from_the_first_reason_is_not_told(name: str, plan_of: Plan
 
 
 def test_a_second_reason_of_its_own_is_told(plan_of: Plans) -> None:
-    first, second = plan_of("gpt_oss").refusals
+    both = {"head_dim": 32, "intermediate_size_mlp": 192, "attention_chunk_size": 16, "num_local_experts": 4}
+    plan = plan_of("llama4_text", **both, layer_types=["chunked_attention", "full_attention"])
+    first, second = plan.refusals
     assert "experts" in first.reason
-    assert "`s_aux`" in second.reason
-    error = ModelRefused(plan_of("gpt_oss").refusals, architecture="GptOssForCausalLM")
-    assert "for 2 reasons: (1) `GptOssMLP`" in str(error)
+    assert "chunked(16)" in second.reason
+    error = ModelRefused(plan.refusals, architecture="Llama4ForCausalLM")
+    assert "for 2 reasons: (1) `Llama4TextMoe`" in str(error)
 
 
 def refused(config: Any, architecture: str) -> Plan:

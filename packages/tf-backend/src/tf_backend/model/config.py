@@ -32,7 +32,7 @@ def read_config(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many types here; each is a config that cannot be had
-        first = str(error).strip().split("\n", 1)[0]
+        first = " ".join(str(error).split())[:400]  # one line: transformers puts the reason on a later one
         raise ConfigError(f"The config of {model} cannot be read: {first}") from error
     return config
 

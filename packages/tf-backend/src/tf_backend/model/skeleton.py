@@ -44,7 +44,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreT
         with torch.device("meta"):
             model: PreTrainedModel = cls._from_config(config, dtype=dtype or torch.float32, attn_implementation="eager")
     except Exception as error:  # the class's own constructor: whatever it raises, these values do not make a model
-        first = str(error).strip().split("\n", 1)[0]
+        first = " ".join(str(error).split())[:400]
         raise ConfigError(
             f"`{cls.__name__}` cannot be built from its config: {type(error).__name__}: {first}. Correct the values in config.json."
         ) from error

@@ -15,6 +15,7 @@ from ast_rewrite import CompiledRewrite
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
+from vllm_layers_bridge.layers.heads import heads_per_rank
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
@@ -111,7 +112,7 @@ def _refusal(cls: type[nn.Module], name: str, ranks: int, reason: str) -> Refusa
         f"`{cls.__name__}` cannot be split over {ranks} ranks: {reason}",
         name,
         place_of_class(cls),
-        "Set `--tensor-parallel-size` to 1, or to a number that divides its heads.",
+        "Set `--tensor-parallel-size` to 1, or to another number where this one does not divide its heads.",
     )
 
 
@@ -136,6 +137,8 @@ def _styles(
     """How the module is split, or why not."""
     heads = (specs[0].num_heads, specs[0].num_kv_heads) if len(specs) == 1 else None
     try:
+        if heads is not None:
+            heads_per_rank(*heads, ranks)
         styles = place(table.trace_of(module, call), ranks, heads, _packed(plan))
         merged = {child for layer in plan.layers for child in consumed_children(layer)}
         if not merged <= styles.column:
