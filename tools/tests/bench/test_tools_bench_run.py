@@ -142,6 +142,8 @@ def test_no_pair_begins_that_would_end_too_late(
     limited = replace(PAIRS, seconds=65.0)
     assert not run_pairs(settings, record, tmp_path / "caches", limited, launch, progress)
     assert record.pairs("eager") == (-1, 0, 1)
+    short = replace(PAIRS, seconds=17.0)  # pairs of the record took 18
+    assert not run_pairs(settings, record, tmp_path / "caches", short, launch, progress)
     assert run_pairs(settings, record, tmp_path / "caches", limited, launch, progress)
     assert record.pairs("eager") == (-1, 0, 1, 2)
 

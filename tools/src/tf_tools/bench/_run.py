@@ -63,7 +63,7 @@ def run_pairs(
     if limits.pairs < 1:
         raise BenchError(f"{limits.pairs} pairs: at least one is needed, and six for an interval")
     clock = time.monotonic
-    began, longest = clock(), 0.0
+    began, longest = clock(), _longest(settings, record)
     for mode, pair, starts in _blocks(settings, record, caches, limits):
         progress.skipped((1 if pair == PRIME else len(settings.arms)) - len(starts))
         if not starts:
@@ -102,6 +102,12 @@ def _blocks(
             known = record.pair(mode, pair)
             is_done = set(able) <= set(known) and not (limits.retry and any(not row.ok for row in known.values()))
             yield mode, pair, () if is_done else starts
+
+
+def _longest(settings: Settings, record: Record) -> float:
+    """Seconds of the longest pair in the record."""
+    pairs = [(mode, pair) for mode in settings.modes for pair in record.pairs(mode) if pair != PRIME]
+    return max((sum(row.seconds for row in record.pair(*one).values()) for one in pairs), default=0.0)
 
 
 def _is_able(record: Record, mode: str, arm: str) -> bool:
