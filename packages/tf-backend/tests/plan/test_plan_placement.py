@@ -162,6 +162,10 @@ def test_key_value_heads_fewer_than_ranks_are_repeated() -> None:
     )
 
 
+def test_a_single_key_value_head_is_repeated() -> None:
+    assert planned("llama-biased", 2, num_key_value_heads=1).is_served
+
+
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
     found = planned("llama", 3)
     assert not found.is_served

@@ -324,7 +324,7 @@ class _Walk:
         while axis < len(new) and seen < before:
             seen *= new[axis]
             axis += 1
-        while axis < len(new) and new[axis] == 1 and old[state.axis] != 1:
+        while axis < len(new) and new[axis] == 1 and old[state.axis] != 1 and not self._repeats(1):
             axis += 1
         if seen != before or axis >= len(new) or (new[axis] % self.ranks and not self._repeats(new[axis])):
             raise Unplaced(f"`{node.name}` reshapes the axis that would be split in a way that does not keep its parts")
