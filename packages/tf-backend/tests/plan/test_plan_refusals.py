@@ -31,7 +31,6 @@ FALCON_H1 = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 # Model type, overrides, class that is named, module that is named, words in the first reason.
@@ -68,7 +67,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
         ("chunked(16)",),
     ),
     "attention called twice": ("diffllama", {}, "DiffLlamaAttention", "model.layers.0.self_attn", ("more than once",)),
-    "rope that follows the length": ("llama", DYNAMIC, "LlamaRotaryEmbedding", "model.rotary_emb", ("token axis",)),
     "encoder as decoder": ("bert", {}, "BertSelfAttention", "bert.encoder.layer.0.attention.self", ("later tokens",)),
     "another encoder as decoder": (
         "bert-generation", {}, "BertGenerationSelfAttention", "bert.encoder.layer.0.attention.self", ("later tokens",)

@@ -86,6 +86,19 @@ class RMSNormSpec(msgspec.Struct, frozen=True, tag="rms_norm"):
     name: str = ""
 
 
+class PositionTableSpec(msgspec.Struct, frozen=True, tag="position_table"):
+    """Values for each position, looked up, in place of a module whose values follow the longest position that it is given.
+
+    `beyond`: positions from `constant_below` on share another state of the module, or each has its own; "same": there are none.
+    """
+
+    name: str
+    calls: int
+    """In how many ways the module is called; each has a table."""
+    constant_below: int
+    beyond: Literal["same", "another", "each its own"]
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True, tag="embedding"):
     """A token embedding, its rows split over ranks."""
 
@@ -105,7 +118,14 @@ class HeadLinearSpec(msgspec.Struct, frozen=True, tag="lm_head"):
 
 
 LayerSpec: TypeAlias = (
-    LinearSpec | MergedLinearSpec | QKVLinearSpec | ActivationAndMulSpec | RMSNormSpec | EmbeddingSpec | HeadLinearSpec
+    LinearSpec
+    | MergedLinearSpec
+    | QKVLinearSpec
+    | ActivationAndMulSpec
+    | RMSNormSpec
+    | PositionTableSpec
+    | EmbeddingSpec
+    | HeadLinearSpec
 )
 """A layer with ``name == ""`` takes the place of the module itself; any other becomes that attribute of it."""
 

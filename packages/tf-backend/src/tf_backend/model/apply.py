@@ -5,6 +5,8 @@ In: a planned skeleton and the engine's config. Out: the same module tree, fused
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.layers import BuildContext, build
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
+from vllm_layers_bridge.layers.position_table import PositionTable
 from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
-from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, QKVLinearSpec
+from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableSpec, QKVLinearSpec
 
 from tf_backend.generated import derive
-from tf_backend.model.buffers import restore_buffers
+from tf_backend.model.buffers import initialise, restore_buffers
+from tf_backend.plan.positions import Tabled
 from tf_backend.plan.schema import ModulePlan, Plan
 
 
@@ -30,21 +34,32 @@ class Engine:
     cache_config: Any
     quant_config: Any
     device: torch.device
+    positions: int
+    """Longest sequence that is served."""
 
 
 def apply(
-    plan: Plan, rewrites: dict[str, CompiledRewrite], model: PreTrainedModel, engine: Engine, prefix: str = ""
+    plan: Plan,
+    rewrites: dict[str, CompiledRewrite],
+    model: PreTrainedModel,
+    engine: Engine,
+    prefix: str = "",
+    tabled: Mapping[str, Tabled] | None = None,
 ) -> None:
     """Build every layer of `plan` into `model`.
 
     Args:
         rewrites: compiled forwards by variant id, derived in this process; their hashes must be the plan's.
         prefix: full name under which the engine knows the model, usually empty.
+        tabled: by name, the modules that tables of positions are built from.
     """
     _check_rewrites(plan, rewrites)
     context = BuildContext(engine.quant_config)
     for module_plan in plan.modules:
-        if module_plan.action == "replace":
+        if module_plan.action == "replace" and isinstance(module_plan.layers[0], PositionTableSpec):
+            table = _position_table(module_plan, model, (tabled or {})[module_plan.name], engine)
+            _set(model, module_plan.name, table)
+        elif module_plan.action == "replace":
             _replace(module_plan, model, context, prefix)
         elif module_plan.action == "rewrite":
             _rewrite(module_plan, rewrites, model, context, engine.tensor_parallel, prefix)
@@ -77,6 +92,13 @@ def _check_rewrites(plan: Plan, rewrites: dict[str, CompiledRewrite]) -> None:
 def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: str) -> None:
     (spec,) = plan.layers
     _set(model, plan.name, build(spec, _join(prefix, plan.name), context))
+
+
+def _position_table(plan: ModulePlan, model: PreTrainedModel, tabled: Tabled, engine: Engine) -> PositionTable:
+    spec = tabled.spec
+    real = copy.deepcopy(tabled.module)
+    initialise(model, plan.name, real, tuple(real._buffers), engine.device)
+    return PositionTable(real, tabled.calls, engine.positions, spec.constant_below, spec.beyond)
 
 
 def _rewrite(

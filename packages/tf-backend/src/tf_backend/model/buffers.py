@@ -42,26 +42,36 @@ def restore_buffers(model: PreTrainedModel, names: tuple[str, ...], device: torc
         owner, _, leaf = name.rpartition(".")
         by_owner.setdefault(owner, []).append(leaf)
     for owner, leaves in by_owner.items():
-        module = model.get_submodule(owner)
-        for leaf in leaves:
-            old = module._buffers[leaf]
-            assert old is not None
-            fill = float("nan") if old.dtype.is_floating_point else (_MARK if old.dtype is not torch.bool else True)
-            module._buffers[leaf] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
-        try:
-            with torch.no_grad(), torch.device(device):
-                _initialiser(model, owner)._init_weights(module)
-        except Exception as error:  # the model's own code, run on one module of a model that holds layers of ours
+        initialise(model, owner, model.get_submodule(owner), tuple(leaves), device)
+
+
+def initialise(
+    model: PreTrainedModel, owner: str, module: nn.Module, leaves: tuple[str, ...], device: torch.device
+) -> None:
+    """Compute the buffers `leaves` of `module`, which is what `model` has, or had, under the name `owner`.
+
+    Raises:
+        TfBackendError: a buffer is not written by the model's `_init_weights`.
+    """
+    for leaf in leaves:
+        old = module._buffers[leaf]
+        assert old is not None
+        fill = float("nan") if old.dtype.is_floating_point else (_MARK if old.dtype is not torch.bool else True)
+        module._buffers[leaf] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
+    try:
+        with torch.no_grad(), torch.device(device):
+            _initialiser(model, owner)._init_weights(module)
+    except Exception as error:  # the model's own code, run on one module of a model that holds layers of ours
+        raise TfBackendError(
+            f"The buffers of `{owner}` are in no checkpoint, and `{type(model).__name__}._init_weights` fails to compute them: "
+            f"{type(error).__name__}: {error}. The architecture cannot be served; use `--model-impl vllm`."
+        ) from error
+    for leaf in leaves:
+        new = module._buffers[leaf]
+        assert new is not None
+        unset = new.isnan().any() if new.dtype.is_floating_point else (new == _MARK).any()
+        if bool(unset):
             raise TfBackendError(
-                f"The buffers of `{owner}` are in no checkpoint, and `{type(model).__name__}._init_weights` fails to compute them: "
-                f"{type(error).__name__}: {error}. The architecture cannot be served; use `--model-impl vllm`."
-            ) from error
-        for leaf in leaves:
-            new = module._buffers[leaf]
-            assert new is not None
-            unset = new.isnan().any() if new.dtype.is_floating_point else (new == _MARK).any()
-            if bool(unset):
-                raise TfBackendError(
-                    f"The buffer `{owner}.{leaf}` is in no checkpoint, and `{type(model).__name__}._init_weights` does not "
-                    f"compute it for a `{type(module).__name__}`. Report the architecture; it cannot be served right."
-                )
+                f"The buffer `{owner}.{leaf}` is in no checkpoint, and `{type(model).__name__}._init_weights` does not "
+                f"compute it for a `{type(module).__name__}`. Report the architecture; it cannot be served right."
+            )

@@ -17,6 +17,7 @@ from tf_backend.errors import ModelRefused
 from tf_backend.model.options import check_engine_options
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
+from tf_backend.plan.positions import position_refusals
 from tf_backend.plan.schema import Parallel, Refusal
 from tf_backend.weights.checkpoint import check_checkpoint
 
@@ -58,8 +59,9 @@ def prepare(vllm_config: Any) -> Prepared:
     model = skeleton(model_config.hf_config, model_config.dtype)
     known = capabilities.default()
     planned = make_plan(model, parallel, known)
-    if planned.plan.refusals:
-        raise ModelRefused(planned.plan.refusals, architecture=planned.plan.provenance.architecture)
+    refusals = (*planned.plan.refusals, *position_refusals(planned.plan, model_config.max_model_len))
+    if refusals:
+        raise ModelRefused(refusals, architecture=planned.plan.provenance.architecture)
     capabilities.check(known)
     folder = Path(model_config.model)
     if folder.is_dir() and not getattr(model_config, "model_weights", ""):  # else they lie elsewhere than the config

@@ -21,6 +21,7 @@ from tf_backend.model.head import Head
 from tf_backend.model.options import publish_plan
 from tf_backend.model.prepare import prepare
 from tf_backend.names import REFUSED
+from tf_backend.plan.positions import position_notes
 from tf_backend.plan.schema import Refusal
 from tf_backend.weights.checkpoint import weight_loader
 
@@ -59,8 +60,15 @@ class TransformersForCausalLM(nn.Module):
             plan,
             planned.rewrites,
             model,
-            Engine(prepared.parallel.tensor, vllm_config.cache_config, vllm_config.quant_config, device),
+            Engine(
+                prepared.parallel.tensor,
+                vllm_config.cache_config,
+                vllm_config.quant_config,
+                device,
+                vllm_config.model_config.max_model_len,
+            ),
             prefix,
+            planned.tabled,
         )
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -69,6 +77,8 @@ class TransformersForCausalLM(nn.Module):
         head = Head(plan.head, projection, getattr(projection, "bias", None))
         self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
+        for note in position_notes(plan, vllm_config.model_config.max_model_len):
+            logger.warning(note)
 
     def _log(self) -> None:
         for count in self.plan.summary():

@@ -5,6 +5,7 @@ In: a model on meta, its observation, the variant table. Out: module plans in th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -34,8 +35,13 @@ def plan_modules(
     seen: Observation,
     table: VariantTable,
     attention: dict[str, tuple[AttentionSpec, ...]],
+    given: Mapping[str, LayerSpec] | None = None,
 ) -> tuple[ModulePlan, ...]:
-    """A plan for each module that is traced or replaced; modules that only hold others are left out."""
+    """A plan for each module that is traced or replaced; modules that only hold others are left out.
+
+    Args:
+        given: by name, layers that take the place of modules for reasons found elsewhere.
+    """
     plans: list[ModulePlan] = []
     taken: set[str] = set()
     for name, module in model.named_modules():
@@ -44,7 +50,7 @@ def plan_modules(
         if head is not None and name == head.name:
             plans.append(ModulePlan(name, "replace", layers=(head,)))
             continue
-        layer = plain_layer(model, name, module)
+        layer = given[name] if given and name in given else plain_layer(model, name, module)
         if layer is not None:
             plans.append(ModulePlan(name, "replace", layers=(layer,)))
             continue

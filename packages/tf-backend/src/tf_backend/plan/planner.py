@@ -7,8 +7,8 @@ analysis: no vLLM, no weights, no GPU.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from ast_rewrite import CompiledRewrite
@@ -26,6 +26,7 @@ from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
+from tf_backend.plan.positions import Tabled, stand_in_for_failed, tabled_modules
 from tf_backend.plan.provenance import provenance
 from tf_backend.plan.refusals import (
     expert_refusals,
@@ -52,6 +53,8 @@ class Planned:
     ignorable_patterns: tuple[str, ...]
     renamings: tuple[Renaming, ...] = ()
     """By which transformers reads checkpoints that hold other names."""
+    tabled: Mapping[str, Tabled] = field(default_factory=dict)
+    """By name, the modules that tables are built from."""
 
 
 def make_plan(
@@ -71,6 +74,9 @@ def make_plan(
     if refusals:
         return _refused(model, parallel, capabilities, refusals)
     seen = observe(model)
+    while stand_in_for_failed(model, seen) is not None:
+        seen = observe(model)
+    tabled = tabled_modules(model)
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
     refusals += _run_refusals(model, layers, seen, attention_refusals)
@@ -81,7 +87,8 @@ def make_plan(
         if not refusals:  # a model that is refused already need not have a head that can be followed
             base, head = _plan_head(model, base, seen, refusals)
         specs = specs_by_module(attention)
-        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs)
+        layers_of_their_own = {name: module.spec for name, module in tabled.items()}
+        modules = plan_modules(model, base, head.linear if head else None, seen, table, specs, layers_of_their_own)
         placed = Placed(modules, (), ())
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
@@ -105,6 +112,7 @@ def make_plan(
         tied_names(model),
         (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_obsolete_buffers(plan)),
         checkpoint_renamings(model),
+        tabled,
     )
 
 

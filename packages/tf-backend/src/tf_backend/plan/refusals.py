@@ -96,16 +96,6 @@ def mixing_refusals(model: PreTrainedModel, seen: Observation, blocks: tuple[str
         if cls in classes or _is_inside(name, blocks):
             continue
         classes.add(cls)
-        rope_type = getattr(model.get_submodule(name), "rope_type", None)
-        if isinstance(rope_type, str):
-            yield Refusal(
-                f"`{cls.__name__}` chooses its frequencies by the longest position of all the tokens it is given (rope type "
-                f"`{rope_type}`): {mixing.why} (`{mixing.op}`). In the engine one request would change those of another",
-                name,
-                mixing.place or place_of_class(cls),
-                REMEDY,
-            )
-            continue
         yield Refusal(
             f"`{cls.__name__}` mixes tokens outside the attention interface: {mixing.why} (`{mixing.op}`). Run in the engine it "
             "would mix requests, or lose the state that it carries from token to token; recurrent layers and attention written "

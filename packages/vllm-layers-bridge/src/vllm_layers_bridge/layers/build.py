@@ -23,6 +23,7 @@ from vllm_layers_bridge.specs import (
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
+    PositionTableSpec,
     QKVLinearSpec,
     RMSNormSpec,
 )
@@ -63,3 +64,5 @@ def _build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
             return build_embedding(spec, prefix, context.quant_config)
         case HeadLinearSpec():
             return build_head(spec, prefix, context.quant_config)
+        case PositionTableSpec():
+            raise NotBuildable(f"`{prefix}` is a table made from the module it replaces: build a `PositionTable`")

@@ -1,0 +1,145 @@
+"""Modules whose values follow the longest position that they are given: put behind a table, so that each token is alone with its own.
+
+transformers' rotary embeddings of changing frequencies look at all positions at once and at what they were called with before. In the
+engine, tokens of many requests lie in one row. In: a model on meta whose run ended in such a module. Out: the model with a stand-in
+that gives values of the right shapes on meta, and the original beside it, from which the table is built when the plan is applied.
+
+What a table holds at position p is what the module gives for a sequence that ends at p. Below the first position at which the module
+changes its state that is, for every sequence, what transformers computes; from there on it is what transformers computes when it
+generates token by token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from vllm_layers_bridge.layers.position_table import PositionCall, find_change
+from vllm_layers_bridge.specs import PositionTableSpec
+
+from tf_backend.errors import TfBackendError
+from tf_backend.model.buffers import initialise, non_persistent_buffers
+from tf_backend.plan.observe import LONGEST, Observation
+from tf_backend.plan.schema import Plan, Refusal
+
+_SAMPLE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """A module that a table takes the place of: as transformers made it, on meta; how it is called; what the plan says."""
+
+    module: nn.Module
+    calls: tuple[PositionCall, ...]
+    spec: PositionTableSpec
+
+
+class StandIn(nn.Module):
+    """On meta, in the place of a tabled module: values of its shapes for any positions. `calls` collects how it was called."""
+
+    def __init__(self, module: nn.Module, real: nn.Module) -> None:
+        super().__init__()
+        self.original = (module,)  # in tuples: not children, their buffers are not the model's
+        self.real = (real,)
+        self.calls: dict[object, PositionCall] = {}
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+        """Tensors [1, tokens, width] on meta."""
+        call = PositionCall(args, kwargs)
+        self.calls.setdefault(call.key, call)
+        positions = call.positions()
+        assert positions is not None
+        values = call.run(copy.deepcopy(self.real[0]), torch.zeros((1, 1), dtype=torch.long))
+        return tuple(value.to("meta").expand(*positions.shape, value.shape[-1]) for value in values)
+
+
+def stand_in_for_failed(model: PreTrainedModel, seen: Observation) -> str | None:
+    """Put a stand-in where the run of `seen` ended, if that is a module of positions; its name, or None when nothing was done."""
+    if seen.failure is None or not seen.failure.module:
+        return None
+    name = seen.failure.module
+    module, called = model.get_submodule(name), seen.calls[name]
+    call = PositionCall(called.args, called.kwargs)
+    if call.positions() is None or any(True for _ in module.parameters()) or module._modules:
+        return None
+    if not set(_full(name, module)) <= set(non_persistent_buffers(model)):
+        return None
+    real = _on_cpu(model, name, module)
+    if real is None or not _is_of_positions(real, call):
+        return None
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, StandIn(module, real))
+    return name
+
+
+def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
+    """By name, each module that a stand-in stands for; call after a run."""
+    found: dict[str, Tabled] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StandIn) and module.calls:
+            calls = tuple(module.calls.values())
+            changes = [find_change(module.real[0], call, LONGEST) for call in calls]
+            below, beyond = min(changes, key=lambda change: change[0])
+            found[name] = Tabled(module.original[0], calls, PositionTableSpec("", len(calls), below, beyond))
+    return found
+
+
+def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
+    """Tables that do not reach as far as the engine is asked for."""
+    for module in plan.modules:
+        for spec in module.layers:
+            if isinstance(spec, PositionTableSpec) and spec.beyond == "another" and longest > spec.constant_below:
+                yield Refusal(
+                    f"`{module.name}` has one set of frequencies for sequences of up to {spec.constant_below} tokens and another "
+                    f"for longer ones, and the engine is asked for up to {longest}: keys in its cache would be of one set and "
+                    "queries of the other",
+                    module.name,
+                    None,
+                    f"Set `--max-model-len {spec.constant_below}`, or use `--model-impl vllm`, which takes the second set for all.",
+                )
+
+
+def position_notes(plan: Plan, longest: int) -> Iterator[str]:
+    """What a user should know of tables that reach beyond the first change of their module's state."""
+    for module in plan.modules:
+        for spec in module.layers:
+            if isinstance(spec, PositionTableSpec) and spec.beyond == "each its own" and longest > spec.constant_below:
+                yield (
+                    f"{module.name}: frequencies change with the length of a sequence from {spec.constant_below} tokens on. Tokens "
+                    "beyond are rotated as transformers does when it generates token by token; a longer prompt that it is given "
+                    f"at once it rotates otherwise. Set --max-model-len {spec.constant_below} to stay within"
+                )
+
+
+def _is_of_positions(real: nn.Module, call: PositionCall) -> bool:
+    """Whether the values are [1, tokens, width], one row for each position, whatever else is given."""
+    positions = torch.arange(_SAMPLE)[None]
+    try:
+        values = call.run(copy.deepcopy(real), positions)
+        others = call.run(copy.deepcopy(real), positions, fill=3.0)
+        shifted = call.run(copy.deepcopy(real), positions[:, 1:])
+    except Exception:  # the module's own code, given less than it is used to
+        return False
+    has_rows = len(values) > 1 and all(value.ndim == 3 and value.shape[:2] == (1, _SAMPLE) for value in values)
+    return has_rows and all(
+        torch.equal(value, other) and torch.equal(value[:, 1:], part)
+        for value, other, part in zip(values, others, shifted, strict=True)
+    )
+
+
+def _on_cpu(model: PreTrainedModel, name: str, module: nn.Module) -> nn.Module | None:
+    """A copy with its buffers computed; None where the model's initialisation does not."""
+    real = copy.deepcopy(module)
+    try:
+        initialise(model, name, real, tuple(real._buffers), torch.device("cpu"))
+    except TfBackendError:
+        return None
+    return real
+
+
+def _full(name: str, module: nn.Module) -> tuple[str, ...]:
+    return tuple(f"{name}.{leaf}" for leaf, _ in module.named_buffers())

@@ -1,0 +1,88 @@
+"""Rotary embeddings whose frequencies follow the length of the sequence are planned as tables of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tf_backend.capabilities import Capabilities
+from tf_backend.plan import Parallel
+from tf_backend.plan.planner import make_plan
+from tf_backend.plan.positions import position_notes, position_refusals
+from tf_backend.plan.schema import Plan
+from torch import nn
+from transformers import PreTrainedModel
+from vllm_layers_bridge.specs import PositionTableSpec
+
+Plans = Callable[..., Plan]
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [3.0] * 16,
+    "original_max_position_embeddings": 128,
+    "factor": 2.0,
+}
+
+
+def tables(plan: Plan) -> dict[str, PositionTableSpec]:
+    return {m.name: s for m in plan.modules for s in m.layers if isinstance(s, PositionTableSpec)}
+
+
+def test_frequencies_that_grow_with_the_length(plan_of: Plans) -> None:
+    plan = plan_of("llama", rope_parameters=DYNAMIC)
+    assert plan.is_served
+    assert tables(plan) == {"model.rotary_emb": PositionTableSpec("", 1, 256, "each its own")}
+    assert not any(name.startswith("model.rotary_emb") for name in plan.buffers)
+    assert list(position_refusals(plan, 1024)) == []
+    assert list(position_notes(plan, 256)) == []
+    (note,) = position_notes(plan, 257)
+    assert "model.rotary_emb" in note
+    assert "--max-model-len 256" in note
+
+
+def test_two_sets_of_frequencies_are_served_up_to_the_first_of_them(plan_of: Plans) -> None:
+    plan = plan_of("llama", rope_parameters=LONG)
+    assert plan.is_served
+    assert tables(plan) == {"model.rotary_emb": PositionTableSpec("", 1, 128, "another")}
+    assert list(position_refusals(plan, 128)) == []
+    (refusal,) = position_refusals(plan, 129)
+    assert "--max-model-len 128" in refusal.remedy
+    assert refusal.module == "model.rotary_emb"
+
+
+def test_plain_frequencies_are_computed_as_the_model_does(plan_of: Plans) -> None:
+    assert tables(plan_of("llama")) == {}
+
+
+class Peeking(nn.Module):
+    """Looks at its longest position, and at what the tokens hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(torch.ones(16), persistent=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if position_ids.max() > 100:
+            self.inv_freq = self.inv_freq * 2
+        angle = position_ids[..., None] * self.inv_freq.repeat(2) + x.mean()
+        return angle.cos(), angle.sin()
+
+
+def test_a_module_that_reads_the_tokens_as_well_is_refused(
+    model_of: Callable[..., PreTrainedModel], platform: Capabilities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = model_of("llama")
+    with torch.device("meta"):
+        model.model.rotary_emb = Peeking()
+    monkeypatch.setattr(
+        type(model),
+        "_init_weights",
+        lambda self, module: module.inv_freq.fill_(1.0) if hasattr(module, "inv_freq") else None,
+    )
+    plan = make_plan(model, Parallel(), platform).plan
+    assert [refusal.module for refusal in plan.refusals] == ["model.rotary_emb"]
+    assert "token axis" in plan.refusals[0].reason
