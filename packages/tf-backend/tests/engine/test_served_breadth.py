@@ -33,6 +33,7 @@ SERVED: dict[str, tuple[Mapping[str, Any], Mapping[str, int]]] = {
     "granite": ({"attention_multiplier": 0.25, "residual_multiplier": 0.6}, {"QKVParallelLinear": 2}),
     "granite_swa": ({"sliding_window": 16}, {"QKVParallelLinear": 2}),
     "cohere": ({"pad_token_id": 0}, {"QKVParallelLinear": 2, "MergedColumnParallelLinear": 2}),
+    "diffllama": ({}, {"Attention": 4, "AttentionCall": 4, "QKVParallelLinear": 2}),
     "minicpm3": ({**LATENT, "num_key_value_heads": 4}, {"Attention": 2, "QKVParallelLinear": 0}),
 }
 
@@ -71,3 +72,26 @@ def test_sinks_that_are_left_out_would_show(tmp_path: Path) -> None:
             if name.endswith(".sinks"):
                 parameter.fill_(-1e9)
     assert float((logprobs_of(model, prompt) - sound).abs().max()) > 0.02
+
+
+def test_two_calls_that_share_a_layer_would_show(tmp_path: Path) -> None:
+    """The comparison sees to which layer a call goes: one cache for both calls of a module is another model."""
+    folder = make_checkpoint("diffllama", tmp_path / "shared")
+    request = ServeRequest(folder, prompts=probe_prompts(384), runs=1, cached=False, setup=_share_layers)
+    (run,) = serve(request).require().runs
+    assert not compare_run(reference_for(folder, run), run).ok
+
+
+def _share_layers() -> None:
+    import tf_backend.model.apply as apply
+    from vllm_layers_bridge.seams.attention import CHILD
+
+    attach = apply.attach_attention
+
+    def attach_to_first(module: torch.nn.Module, *args: Any, holder: str, **kwargs: Any) -> torch.nn.Module:
+        layer = attach(module, *args, holder=holder, **kwargs)
+        first = module.get_submodule("attention_call_0")
+        setattr(module.get_submodule(holder), CHILD, getattr(first, CHILD))
+        return layer
+
+    apply.attach_attention = attach_to_first

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from ast_rewrite import Refused
 from tf_backend.capabilities import Capabilities
 from tf_backend.plan.attention import plan_attention, specs_by_module
 from tf_backend.plan.masks import MaskKind
 from tf_backend.plan.observe import AttentionCall, Observation
 from torch import nn
+from vllm_layers_bridge.fusions import FUSIONS, AttentionCalls
 
 TOKENS = 37
 FULL = MaskKind("full")
@@ -139,9 +141,44 @@ def test_calls_that_the_engine_does_not_compute(changes: dict[str, Any], word: s
     assert refusal.module == "layers.3.attn"
 
 
-def test_a_second_call_of_one_module(platform: Capabilities) -> None:
-    _, (refusal,) = run(platform, GOOD, GOOD)
-    assert "more than once" in refusal.reason
+def test_each_call_of_one_module_is_a_layer_of_its_own(platform: Capabilities) -> None:
+    second = replace(GOOD, mask=MaskKind("sliding", 16))
+    plans, refusals = run(platform, GOOD, replace(GOOD, module="layers.2.attn"), second)
+    assert refusals == ()
+    assert [(plan.module, plan.holder, plan.spec.sliding_window) for plan in plans] == [
+        ("layers.3.attn", "attention_call_0", None),
+        ("layers.2.attn", "", None),
+        ("layers.3.attn", "attention_call_1", 16),
+    ]
+
+
+def test_several_calls_are_served_only_where_each_was_rewritten(model_of: Any, planned: Any) -> None:
+    """Differential attention: two calls over one set of queries and keys."""
+    plan = planned(model_of("diffllama")).plan
+    assert plan.is_served
+    assert {(a.module, a.holder) for a in plan.attention} == {
+        (f"model.layers.{layer}.self_attn", f"attention_call_{call}") for layer in (0, 1) for call in (0, 1)
+    }
+    assert [fusion.name for v in plan.variants if v.class_name == "DiffLlamaAttention" for fusion in v.fusions] == [
+        "qkv",
+        "attention_calls",
+    ] * 2
+    without = [fusion for fusion in FUSIONS if fusion.name != "attention_calls"]
+    (refusal,) = planned(model_of("diffllama"), fusions=without).plan.refusals
+    assert refusal.reason.startswith("`DiffLlamaAttention` calls the attention interface more than once")
+    assert refusal.module == "model.layers.0.self_attn"
+
+
+def test_the_reason_why_calls_cannot_be_told_apart(
+    model_of: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Refused("one call runs more than once")
+
+    monkeypatch.setattr(AttentionCalls, "rewrite", refuse)
+    (refusal,) = planned(model_of("diffllama")).plan.refusals
+    assert "its source cannot be rewritten: one call runs more than once" in refusal.reason
+    assert refusal.place is not None
 
 
 def test_one_refusal_per_reason(platform: Capabilities) -> None:

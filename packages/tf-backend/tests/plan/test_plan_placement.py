@@ -180,3 +180,40 @@ def test_a_norm_over_all_heads_is_refused_with_its_name() -> None:
 
 def test_one_rank_has_no_placement() -> None:
     assert planned("llama", 1).placement == ()
+
+
+class TwoCalls(nn.Module):
+    """Attends twice and sums: each call is split by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
+        return v * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (proj(x).view(1, 5, -1, 2).transpose(1, 2) for proj in (self.q, self.k, self.v))
+        one, two = attention_leaf(self, q, k, v)[0], attention_leaf(self, q, k, self.values(v))[0]
+        return self.out((one - two).reshape(1, 5, -1))
+
+
+class TwoHalves(TwoCalls):
+    """As differential attention does it: values of other heads, which are on another rank."""
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
+        first, second = v.chunk(2, dim=1)
+        return torch.cat((second, first), dim=1)
+
+
+def test_several_calls_of_attention_are_split_by_heads_alike() -> None:
+    styles = placed(TwoCalls(), heads=(4, 4))
+    assert (styles.column, styles.row) == ({"q", "k", "v"}, {"out"})
+
+
+def test_calls_that_take_heads_of_other_ranks_are_refused() -> None:
+    with pytest.raises(Unplaced, match="chunk"):
+        placed(TwoHalves(), heads=(4, 4))
+    (refusal,) = planned("diffllama", 2).refusals
+    assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason

@@ -26,7 +26,14 @@ X = torch.empty(1, 3, 4, device="meta")
 
 def test_every_fusion_has_all_parts_and_a_name_of_its_own() -> None:
     assert all(isinstance(fusion, Fusion) for fusion in FUSIONS)
-    assert [fusion.name for fusion in FUSIONS] == ["rms_norm", "gated_mlp", "packed_gated_mlp", "qkv", "packed_qkv"]
+    assert [fusion.name for fusion in FUSIONS] == [
+        "rms_norm",
+        "gated_mlp",
+        "packed_gated_mlp",
+        "qkv",
+        "packed_qkv",
+        "attention_calls",
+    ]
 
 
 def test_fusions_that_replace_a_module_come_before_those_that_edit_one() -> None:

@@ -251,7 +251,7 @@ def _change(name: str, value: object) -> Callable[[nn.Module], None]:
 
 OTHERS = [
     ((), _change("x", 0), "it calls attention 0 times"),
-    ((SPEC, SPEC), _change("x", 0), "it calls attention 2 times"),
+    ((SPEC, AttentionSpec(HEADS, HEADS, DIM, DIM, 1.0)), _change("x", 0), "it calls attention 2 times"),
     ((AttentionSpec(HEADS, HEADS, DIM, DIM, 1.0),), _change("x", 0), r"give \(24, 12, 12\) .* takes \(24, 24, 24\)"),
     ((SPEC,), _change("q_proj", nn.Linear(HIDDEN, 2 * HEADS * DIM)), r"give \(48, 12, 12\) features"),
     ((SPEC,), _change("k_proj", nn.Linear(HIDDEN, KV_HEADS * DIM)), "k_proj has a bias and q_proj and v_proj has none"),

@@ -23,7 +23,7 @@ from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableS
 from tf_backend.generated import derive
 from tf_backend.model.buffers import initialise, restore_buffers
 from tf_backend.plan.positions import Tabled
-from tf_backend.plan.schema import ModulePlan, Plan
+from tf_backend.plan.schema import AttentionPlan, ModulePlan, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,11 @@ def apply(
         attach_attention(
             owner,
             attention.spec,
-            _join(prefix, f"{attention.module}.{CHILD}"),
+            _join(prefix, _layer_name(attention)),
             tensor_parallel=engine.tensor_parallel,
             cache_config=engine.cache_config,
             quant_config=engine.quant_config,
+            holder=attention.holder,
         )
     restore_buffers(model, plan.buffers, engine.device)
     _materialize(model, engine.device)
@@ -124,6 +125,10 @@ def _sources(spec: LayerSpec) -> tuple[str, ...]:
     if isinstance(spec, MergedLinearSpec | QKVLinearSpec):
         return tuple(dict.fromkeys(source.child for source in spec.sources))
     return ()
+
+
+def _layer_name(attention: AttentionPlan) -> str:
+    return ".".join(part for part in (attention.module, attention.holder, CHILD) if part)
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:

@@ -7,15 +7,19 @@ interface is accounted for: it is expressed, it is known not to change the resul
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import nn
+from vllm_layers_bridge.fusions import AttentionCalls
+from vllm_layers_bridge.seams.leaf import holder_name
 from vllm_layers_bridge.specs import AttentionSpec
 
 from tf_backend.plan.observe import AttentionCall, Observation
 from tf_backend.plan.places import place_of_class
 from tf_backend.plan.refusals import REMEDY
-from tf_backend.plan.schema import AttentionPlan, Refusal
+from tf_backend.plan.schema import AttentionPlan, ModulePlan, Refusal, Variant
 
 INERT_KEYWORDS = frozenset(
     {
@@ -60,15 +64,15 @@ def plan_attention(
     """One plan per call, in the order of calls; refusals for what no attention layer of the engine computes."""
     plans: list[AttentionPlan] = []
     refusals: list[Refusal] = []
-    owners: set[str] = set()
+    total = Counter(call.module for call in seen.attention)
+    made: Counter[str] = Counter()
     for call in seen.attention:
         owner = model.get_submodule(call.module)
         problem = _problem(call, owner, seen.tokens, capabilities)
-        if call.module in owners:
-            problem = "calls the attention interface more than once"
-        owners.add(call.module)
+        holder = holder_name(made[call.module]) if total[call.module] > 1 else ""
+        made[call.module] += 1
         if problem is None:
-            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call, owner)))
+            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call, owner), holder))
         else:
             cls = type(owner)
             refusals.append(Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), REMEDY))
@@ -151,6 +155,30 @@ def _spec(call: AttentionCall, owner: nn.Module) -> AttentionSpec:
         logits_soft_cap=float(softcap) if softcap else None,
         sinks=_parameter_name(owner, call.keywords.get(SINKS)),
     )
+
+
+def holder_refusals(
+    model: nn.Module, plans: tuple[AttentionPlan, ...], modules: tuple[ModulePlan, ...], variants: tuple[Variant, ...]
+) -> Iterator[Refusal]:
+    """Classes that call the interface several times, and whose forward was not rewritten so that each call has a layer of its own."""
+    by_id = {variant.id: variant for variant in variants}
+    by_module = {plan.name: by_id[plan.variant] for plan in modules if plan.variant is not None}
+    told: set[str] = set()
+    for name in dict.fromkeys(plan.module for plan in plans if plan.holder):
+        variant = by_module.get(name)
+        if variant is not None and any(fusion.name == AttentionCalls.name for fusion in variant.fusions):
+            continue
+        cls = type(model.get_submodule(name))
+        missed = next((m for m in variant.misses if m.fusion == AttentionCalls.name), None) if variant else None
+        reason = f": {missed.reason}" if missed else ""
+        if cls.__name__ not in told:
+            told.add(cls.__name__)
+            yield Refusal(
+                f"`{cls.__name__}` calls the attention interface more than once, and its calls cannot be told apart in its source{reason}",
+                name,
+                (missed.place if missed else None) or place_of_class(cls),
+                REMEDY,
+            )
 
 
 def specs_by_module(plans: tuple[AttentionPlan, ...]) -> dict[str, tuple[AttentionSpec, ...]]:

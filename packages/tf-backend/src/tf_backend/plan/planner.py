@@ -20,7 +20,7 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
-from tf_backend.plan.attention import plan_attention, specs_by_module
+from tf_backend.plan.attention import holder_refusals, plan_attention, specs_by_module
 from tf_backend.plan.conversions import checkpoint_renamings, conversion_refusals
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
@@ -89,6 +89,8 @@ def make_plan(
         specs = specs_by_module(attention)
         layers_of_their_own = {name: module.spec for name, module in tabled.items()}
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs, layers_of_their_own)
+        if not refusals:
+            refusals += holder_refusals(model, attention, modules, tuple(built.variant for built in table.built))
         placed = Placed(modules, (), ())
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)

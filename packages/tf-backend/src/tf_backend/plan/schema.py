@@ -92,12 +92,16 @@ class ModulePlan(msgspec.Struct, frozen=True):
     layers: tuple[LayerSpec, ...] = ()
 
 
-class AttentionPlan(msgspec.Struct, frozen=True):
-    """One attention layer of the engine: which module calls it, and with what."""
+class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One attention layer of the engine: which module calls it, and with what.
+
+    `holder` names the child that stands for the module in this call, where it makes several; empty where it makes one.
+    """
 
     module: str
     index: int
     spec: AttentionSpec
+    holder: str = ""
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):

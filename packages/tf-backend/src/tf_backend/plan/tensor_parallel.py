@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
 from vllm_layers_bridge.layers.heads import heads_per_rank
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
+from vllm_layers_bridge.seams.leaf import holder_name
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
     AttentionSpec,
@@ -135,15 +136,18 @@ def _styles(
     ranks: int,
 ) -> Styles | str:
     """How the module is split, or why not."""
-    heads = (specs[0].num_heads, specs[0].num_kv_heads) if len(specs) == 1 else None
+    kinds = {(spec.num_heads, spec.num_kv_heads) for spec in specs}
+    heads = next(iter(kinds)) if len(kinds) == 1 else None
     try:
+        if len(kinds) > 1:
+            raise Unplaced(f"its {len(specs)} calls of attention have different numbers of heads")
         if heads is not None:
             heads_per_rank(*heads, ranks)
         styles = place(table.trace_of(module, call), ranks, heads, _packed(plan))
         merged = {child for layer in plan.layers for child in consumed_children(layer)}
         if not merged <= styles.column:
             raise Unplaced("a merged projection would be split in part")
-        _check_at_local_widths(module, plan, call, styles, rewrites, ranks)
+        _check_at_local_widths(module, plan, call, styles, rewrites, ranks, len(specs))
     except (Unplaced, BridgeError) as problem:
         return str(problem)
     return styles
@@ -167,9 +171,10 @@ def _check_at_local_widths(
     styles: Styles,
     rewrites: Mapping[str, CompiledRewrite],
     ranks: int,
+    calls: int,
 ) -> None:
     """Run the forward that will run, with the widths of one rank; Unplaced if it fails or returns other shapes."""
-    local = _local_copy(module, plan, styles, rewrites, ranks)
+    local = _local_copy(module, plan, styles, rewrites, ranks, calls)
     try:
         expected, found = module(*call.args, **call.kwargs), local(*call.args, **call.kwargs)
     except Exception as error:  # whatever the model's own code raises, it does not run at these widths
@@ -182,7 +187,12 @@ def _check_at_local_widths(
 
 
 def _local_copy(
-    module: nn.Module, plan: ModulePlan, styles: Styles, rewrites: Mapping[str, CompiledRewrite], ranks: int
+    module: nn.Module,
+    plan: ModulePlan,
+    styles: Styles,
+    rewrites: Mapping[str, CompiledRewrite],
+    ranks: int,
+    calls: int,
 ) -> nn.Module:
     kind = type(module)
     if plan.variant is not None and plan.variant in rewrites:
@@ -190,6 +200,8 @@ def _local_copy(
     local: nn.Module = kind.__new__(kind)
     local.__dict__.update(module.__dict__)
     local.__dict__["_modules"] = dict(module._modules)
+    if calls > 1:
+        local._modules.update({holder_name(at): nn.Module() for at in range(calls)})
     for name, child in module.named_children():
         sizes = linear_sizes(child)
         if name in styles.column and sizes is not None:

@@ -3,6 +3,7 @@
 `FUSIONS` is data. To read what a fusion does, read its file.
 """
 
+from vllm_layers_bridge.fusions.attention_calls import AttentionCalls
 from vllm_layers_bridge.fusions.gated_mlp import GatedMLP
 from vllm_layers_bridge.fusions.packed_mlp import PackedGatedMLP
 from vllm_layers_bridge.fusions.packed_qkv import PackedQKV
@@ -10,12 +11,13 @@ from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts, is_plain_li
 from vllm_layers_bridge.fusions.qkv import QKV
 from vllm_layers_bridge.fusions.rms_norm import RMSNorm
 
-FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV())
+FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV(), AttentionCalls())
 """In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
 
 __all__ = [
     "FUSIONS",
     "QKV",
+    "AttentionCalls",
     "Fusion",
     "GatedMLP",
     "ModuleFacts",

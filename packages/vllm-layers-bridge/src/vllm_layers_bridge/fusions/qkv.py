@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 
 from ast_rewrite import Patch
-from fx_match import Match, Miss, Trace, any_value, call, find
+from fx_match import Match, Miss, Trace, any_value, call, find, find_all
 from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
+from vllm_layers_bridge.fusions.attention_calls import attention_of
 from vllm_layers_bridge.fusions.children import (
     linears_above,
     only_input,
@@ -52,16 +53,24 @@ class QKV:
         return len({node.target for part in PARTS for node in linears_above(found[part], trace)}) > 1
 
     def match(self, trace: Trace) -> Match | Miss:
-        """The attention call, and for each of its operands the one linear that it was computed from."""
+        """The attention calls, and for each of their operands the one linear that it was computed from."""
         found = find(PATTERN, trace)
         if isinstance(found, Miss):
             return dataclasses.replace(found, reason="the forward does not call the attention interface")
         nodes: dict[str, fx.Node] = {}
-        for part in PARTS:
-            reached = linears_above(found[part], trace)
-            if len(reached) != 1:
-                return _miss(found, found[part], _not_one(part, reached))
-            nodes[part] = reached[0]
+        for attention in find_all(PATTERN, trace):
+            for part in PARTS:
+                given = attention[part]
+                reached = linears_above(given, trace)
+                if len(reached) != 1:
+                    return _miss(found, given, _not_one(part, reached))
+                if nodes.setdefault(part, reached[0]) is not reached[0]:
+                    known = nodes[part].target
+                    return _miss(
+                        found,
+                        given,
+                        f"the {part} of one call comes from `{known}` and of another from `{reached[0].target}`",
+                    )
         query = nodes["query"]
         for part, node in nodes.items():
             same = next((other for other in PARTS if other != part and nodes[other].target == node.target), None)
@@ -83,9 +92,7 @@ class QKV:
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
         """Head geometry, biases and names must be what one merged layer can hold."""
         linears = tuple(plain_linear(module, match[part]) for part in PARTS)
-        if len(facts.attention) != 1:
-            raise NotFusable(f"it calls attention {len(facts.attention)} times in a way that the engine takes")
-        spec = facts.attention[0]
+        spec = attention_of(facts)
         expected = (
             spec.num_heads * spec.head_dim,
             spec.num_kv_heads * spec.head_dim,

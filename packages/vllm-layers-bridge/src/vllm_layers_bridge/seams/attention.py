@@ -24,6 +24,10 @@ CHILD = "engine_attention"
 """Name of the child through which a module reaches its vLLM attention layer."""
 
 
+class AttentionCall(nn.Module):
+    """Stands for the module in one of its several calls of the interface, and holds the layer of that call."""
+
+
 def attention_interface(
     module: nn.Module,
     query: torch.Tensor,
@@ -75,7 +79,14 @@ def register_interface() -> None:
 
 
 def attach_attention(
-    module: nn.Module, spec: AttentionSpec, prefix: str, *, tensor_parallel: int, cache_config: Any, quant_config: Any
+    module: nn.Module,
+    spec: AttentionSpec,
+    prefix: str,
+    *,
+    tensor_parallel: int,
+    cache_config: Any,
+    quant_config: Any,
+    holder: str = "",
 ) -> nn.Module:
     """Give `module` the vLLM attention layer of `spec`, and memory to the sinks of this rank, to be loaded like any parameter.
 
@@ -83,6 +94,7 @@ def attach_attention(
         prefix: full name of the layer; vLLM wants exactly one integer in it.
         tensor_parallel: ranks over which heads are split; key-value heads are repeated when ranks outnumber them.
         cache_config: the engine's. A window that it holds for the whole model gives way to the layer's own.
+        holder: name of a new child of `module` that is to hold the layer; empty where the module itself does.
 
     Raises:
         NotBuildable: the platform's attention does not take these sizes, or took another window than the layer's.
@@ -117,7 +129,9 @@ def attach_attention(
         raise NotBuildable(
             f"vLLM's {backend.get_name()} attention, given to `{prefix}`, takes no heads of {spec.cache_head_dim}."
         )
-    setattr(module, CHILD, layer)
+    if holder:
+        module.add_module(holder, AttentionCall())
+    setattr(module.get_submodule(holder), CHILD, layer)
     built: nn.Module = layer
     return built
 
@@ -125,6 +139,8 @@ def attach_attention(
 def _local_sinks(module: nn.Module, name: str, heads: int) -> nn.Parameter:
     """The parameter `name` of `module`, on the current device, for the heads of this rank; the engine's layer reads it where it lies."""
     whole = module.get_parameter(name)
+    if whole.shape[0] == heads and hasattr(whole, "weight_loader"):
+        return whole  # of another call of this module
     local = nn.Parameter(torch.empty(heads, dtype=whole.dtype), requires_grad=False)
 
     def load(parameter: torch.Tensor, loaded: torch.Tensor) -> None:

@@ -23,3 +23,11 @@ def attention_leaf(
     """([batch, tokens, heads, value_head_dim], None) for `query` [batch, heads, tokens, head_dim]; computes nothing."""
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return torch.empty(shape, dtype=query.dtype, device=query.device), None
+
+
+def holder_name(call: int) -> str:
+    """Name of the child through which the `call`-th call of a module, from 0, reaches its own attention layer.
+
+    No part of it between dots is a number: vLLM takes exactly one integer in the full name of a layer.
+    """
+    return f"attention_call_{call}"
