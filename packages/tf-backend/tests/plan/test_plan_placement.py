@@ -8,12 +8,12 @@ import torch
 from fx_match import LeafCall
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan import Parallel, Plan, plan
-from tf_backend.plan.placement import Styles, Unplaced, place
+from tf_backend.plan.placement import OwnShard, Part, Styles, Unplaced, place
 from tf_tools.checkpoints import build_model
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm_layers_bridge.seams.leaf import attention_leaf
-from vllm_layers_bridge.specs import LinearSpec, MergedLinearSpec, QKVLinearSpec
+from vllm_layers_bridge.specs import LayerSpec, LinearSpec, MergedLinearSpec, QKVLinearSpec, RMSNormSpec
 
 HIDDEN, INNER = 8, 12
 
@@ -24,7 +24,7 @@ def planned(name: str, ranks: int, **overrides: object) -> Plan:
     return plan(skeleton(config), Parallel(tensor=ranks))
 
 
-def placed(module: nn.Module, ranks: int = 2, heads: tuple[int, int] | None = None) -> Styles:
+def placed(module: nn.Module, ranks: int = 2, heads: tuple[tuple[int, int], ...] = ()) -> Styles:
     inputs = (torch.empty(1, 5, HIDDEN, device="meta"),)
     return place(fx_match.trace(module.to("meta"), inputs, leaves=[LeafCall(attention_leaf)]), ranks, heads)
 
@@ -62,6 +62,52 @@ class ReadsTheSize(TwoLayers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.first(x)
         return self.second(inner / inner.shape[-1])
+
+
+class BranchesOnTheSize(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        return self.second(inner if inner.shape[-1] > 8 else inner * 2.0)
+
+
+class ScaledTwice(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * self.scale) * self.scale.sum()
+
+
+class WritesWhole(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        room = x.new_empty(1, 5, INNER)
+        room.copy_(inner)
+        return self.second(room)
+
+
+class WritesItsOwn(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        room = x.new_empty(*x.shape[:-1], inner.shape[-1])
+        room.copy_(inner)
+        return self.second(room)
+
+
+class MergesWithTokens(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).transpose(1, 2).reshape(1, 5, -1))
+
+
+class LowRank(nn.Module):
+    """A projection through a normed bottleneck: what lies before the norm stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(HIDDEN, 4)
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, INNER)
+        self.out = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.up(self.norm(self.down(x)))))
 
 
 class ReturnsInner(TwoLayers):
@@ -107,14 +153,17 @@ def test_a_pair_of_linears_is_split_on_outputs_then_on_inputs() -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (ScaledPerFeature, "with `scale`, which is whole"),
         (NormedAcross, "is a norm over all the features"),
-        (Softmaxed, "(softmax)"),
+        (Softmaxed, "(softmax) is over the axis"),
         (ReadsTheSize, "reads the size of an axis"),
+        (BranchesOnTheSize, "its path hangs on"),
+        (ScaledTwice, "with `scale`, which is whole"),
+        (WritesWhole, "writes in place a value that would be split into one that is whole"),
+        (MergesWithTokens, "in a way that does not keep its parts"),
         (ReturnsInner, "it returns"),
         (Unpaired, "(sum)"),
-        (SlicesFeatures, "takes parts of a value"),
-        (WritesInPlace, "in place"),
+        (SlicesFeatures, "takes parts of a value along the axis"),
+        (WritesInPlace, "writes in place to parts"),
     ],
 )
 def test_what_cannot_be_proved_is_not_split(module: type[nn.Module], reason: str) -> None:
@@ -123,13 +172,27 @@ def test_what_cannot_be_proved_is_not_split(module: type[nn.Module], reason: str
     assert reason in str(caught.value)
 
 
+def test_a_parameter_beside_the_features_is_split_with_them() -> None:
+    styles = placed(ScaledPerFeature())
+    assert styles.parameters == {"scale": OwnShard(0, 2)}
+
+
+def test_what_feeds_a_norm_over_all_features_stays_whole() -> None:
+    styles = placed(LowRank())
+    assert (styles.whole, styles.column, styles.row) == ({"down"}, {"up"}, {"out"})
+
+
+def test_memory_of_a_ranks_own_size_may_be_written() -> None:
+    assert placed(WritesItsOwn()).row == {"second"}
+
+
 def test_parts_of_one_weight_are_split_each_for_itself() -> None:
     module = PackedHalves().to("meta")
     traced = fx_match.trace(module, (torch.empty(1, 5, HIDDEN, device="meta"),))
-    styles = place(traced, 2, None, {"both": ((0, INNER), (INNER, 2 * INNER))})
+    styles = place(traced, 2, (), {"both": (Part(0, INNER, 2), Part(INNER, 2 * INNER, 2))})
     assert (styles.column, styles.row) == ({"both"}, {"down"})
     with pytest.raises(Unplaced, match="other parts"):
-        place(traced, 2, None, {"both": ((0, 4), (4, 2 * INNER))})
+        place(traced, 2, (), {"both": (Part(0, 4, 2), Part(4, 2 * INNER, 2))})
 
 
 def test_ranks_that_do_not_divide_the_features() -> None:
@@ -173,9 +236,22 @@ def test_heads_that_ranks_do_not_divide_are_refused() -> None:
     assert "LlamaAttention" in str(found.refusals[0])
 
 
-def test_a_norm_over_all_heads_is_refused_with_its_name() -> None:
-    (refusal,) = planned("olmo2", 2).refusals
-    assert "`Olmo2Attention` cannot be split over 2 ranks: `q_norm` is a norm over all the features" in str(refusal)
+def layers_of(found: Plan, kind: type[LayerSpec]) -> dict[str, LayerSpec]:
+    return {m.name: layer for m in found.modules for layer in m.layers if isinstance(layer, kind)}
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads", "pieces"), [(2, 2, (2, 2)), (4, 2, (4, 2)), (2, 1, (2, 1))])
+def test_norms_over_all_heads_take_their_mean_over_ranks(ranks: int, kv_heads: int, pieces: tuple[int, int]) -> None:
+    found = planned("olmo2", ranks, num_key_value_heads=kv_heads)
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    norms = layers_of(found, RMSNormSpec)
+    query, key = (norms[f"model.layers.0.self_attn.{name}"] for name in ("q_norm", "k_norm"))
+    assert isinstance(query, RMSNormSpec)
+    assert isinstance(key, RMSNormSpec)
+    assert (query.pieces, key.pieces) == pieces
+    assert (query.hidden_size, key.hidden_size) == (128, 32 * kv_heads)
+    others = [layer for name, layer in norms.items() if "self_attn" not in name]
+    assert {layer.pieces for layer in others if isinstance(layer, RMSNormSpec)} == {1}
 
 
 def test_one_rank_has_no_placement() -> None:
@@ -208,12 +284,61 @@ class TwoHalves(TwoCalls):
 
 
 def test_several_calls_of_attention_are_split_by_heads_alike() -> None:
-    styles = placed(TwoCalls(), heads=(4, 4))
+    styles = placed(TwoCalls(), heads=((4, 4), (4, 4)))
     assert (styles.column, styles.row) == ({"q", "k", "v"}, {"out"})
 
 
 def test_calls_that_take_heads_of_other_ranks_are_refused() -> None:
     with pytest.raises(Unplaced, match="chunk"):
-        placed(TwoHalves(), heads=(4, 4))
+        placed(TwoHalves(), heads=((4, 4), (4, 4)))
     (refusal,) = planned("diffllama", 2).refusals
     assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason
+
+
+HEADS_SPELLED = {
+    "stablelm": "model.layers.0.self_attn",
+    "opt": "model.decoder.layers.0.self_attn",
+    "persimmon": "model.layers.0.self_attn",
+}
+
+
+@pytest.mark.parametrize("name", HEADS_SPELLED)
+def test_sizes_spelled_in_a_forward_are_those_of_a_rank(name: str) -> None:
+    sizes = {"opt": {"ffn_dim": 192, "word_embed_proj_dim": 128}, "stablelm": {"num_key_value_heads": 2}}
+    found = planned(name, 2, **sizes.get(name, {}))
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    (attention,) = [module for module in found.modules if module.name == HEADS_SPELLED[name]]
+    local = {size.name: (size.whole, size.local) for size in attention.sizes}
+    kv = {"num_key_value_heads": (2, 1)} if name == "stablelm" else {}
+    assert local == {"num_heads": (4, 2), **kv}
+
+
+def test_low_rank_projections_stay_whole() -> None:
+    latent = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    found = planned("minicpm3", 2, num_key_value_heads=4, **latent)
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    linears = layers_of(found, LinearSpec)
+    styles = {
+        name: linears[f"model.layers.1.self_attn.{name}"]
+        for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
+    }
+    found_styles = {name: layer.style for name, layer in styles.items() if isinstance(layer, LinearSpec)}
+    assert found_styles == {
+        "q_a_proj": "replicated",
+        "kv_a_proj_with_mqa": "replicated",
+        "q_b_proj": "column",
+        "o_proj": "row",
+    }
+    (record,) = [record for record in found.placement if record.cls == "MiniCPM3Attention"]
+    assert record.replicated_parameters == 2 * 128 * (48 + 64 + 32)
+    assert record.notes == ("`kv_a_proj_with_mqa`, `q_a_proj`: whole on every rank",)
+
+
+def test_a_weight_for_each_head_is_split_with_the_heads() -> None:
+    found = planned("cohere", 2, use_qk_norm=True, pad_token_id=0)
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    (attention,) = [module for module in found.modules if module.name == "model.layers.0.self_attn"]
+    assert {shard.name: (shard.axis, shard.pieces) for shard in attention.shards} == {
+        "q_norm.weight": (0, 2),
+        "k_norm.weight": (0, 2),
+    }

@@ -77,13 +77,19 @@ class ActivationAndMulSpec(msgspec.Struct, frozen=True, tag="activation_and_mul"
 
 
 class RMSNormSpec(msgspec.Struct, frozen=True, tag="rms_norm"):
-    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` in place of a whole module; offset is 0 or 1."""
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` in place of a whole module; offset is 0 or 1.
+
+    `scaled_in`: the type in which the weight is multiplied in, float32 ("wide") or that of the input; None where it is neither.
+    `pieces`: runs of the normalised axis over tensor-parallel ranks, one on each, fewer where several hold the same; 1: not split.
+    """
 
     hidden_size: int
     eps: float
     offset: float
     has_weight: bool
     name: str = ""
+    scaled_in: Literal["wide", "input"] | None = "wide"
+    pieces: int = 1
 
 
 class PositionTableSpec(msgspec.Struct, frozen=True, tag="position_table"):

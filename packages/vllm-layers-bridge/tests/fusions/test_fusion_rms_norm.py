@@ -48,6 +48,13 @@ class GemmaOrder(LlamaOrder):
         return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
 
 
+class WidenedAfterTheCast(LlamaOrder):
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed.to(x.dtype) * self.weight.float()).to(x.dtype)
+
+
 class PowMinusHalf(LlamaOrder):
     def forward(self, x):
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-0.5) * self.weight
@@ -98,8 +105,9 @@ class WithoutScale(LlamaOrder):
 
 
 SPELLINGS = [
-    (LlamaOrder(), RMSNormSpec(N, 1e-6, 0.0, True)),
-    (LlamaOrder(eps=1e-3), RMSNormSpec(N, 1e-3, 0.0, True)),
+    (LlamaOrder(), RMSNormSpec(N, 1e-6, 0.0, True, scaled_in="input")),
+    (LlamaOrder(eps=1e-3), RMSNormSpec(N, 1e-3, 0.0, True, scaled_in="input")),
+    (WidenedAfterTheCast(), RMSNormSpec(N, 1e-6, 0.0, True, scaled_in=None)),
     (OlmoOrder(), RMSNormSpec(N, 1e-6, 0.0, True)),
     (GemmaOrder(), RMSNormSpec(N, 1e-6, 1.0, True)),
     (PowMinusHalf(), RMSNormSpec(N, 1e-6, 0.0, True)),
@@ -107,7 +115,7 @@ SPELLINGS = [
     (DivisionBySqrt(), RMSNormSpec(N, 1e-6, 0.0, True)),
     (ReciprocalOfSqrt(), RMSNormSpec(N, 1e-6, 0.0, True)),
     (TorchFunction(), RMSNormSpec(N, 1e-6, 0.0, True)),
-    (TorchFunctionThenWeight(), RMSNormSpec(N, 1e-6, 0.0, True)),
+    (TorchFunctionThenWeight(), RMSNormSpec(N, 1e-6, 0.0, True, scaled_in="input")),
     (Weightless(), RMSNormSpec(N, 1e-5, 0.0, False)),
     (WithoutScale(True), RMSNormSpec(N, 1e-6, 0.0, True)),
     (WithoutScale(False), RMSNormSpec(N, 1e-6, 0.0, False)),
@@ -132,7 +140,7 @@ def test_eps_and_size_are_the_instances_own(traced: Callable[..., Any]) -> None:
     match = fusion.match(traced(LlamaOrder(), X))
     facts = ModuleFacts("other", args=(torch.empty(1, 3, 2 * N, device="meta"),))
     fusion.check(match, other, facts)
-    assert fusion.layers(match, other, facts) == (RMSNormSpec(2 * N, 1e-6, 0.0, True),)
+    assert fusion.layers(match, other, facts) == (RMSNormSpec(2 * N, 1e-6, 0.0, True, scaled_in="input"),)
 
 
 # Norms that are others

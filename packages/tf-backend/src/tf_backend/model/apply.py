@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from vllm_layers_bridge.layers import BuildContext, build
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.position_table import PositionTable
+from vllm_layers_bridge.layers.shards import shard_parameter
 from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
 from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableSpec, QKVLinearSpec
 
@@ -63,6 +64,7 @@ def apply(
             _replace(module_plan, model, context, prefix)
         elif module_plan.action == "rewrite":
             _rewrite(module_plan, rewrites, model, context, engine.tensor_parallel, prefix)
+        _localize(module_plan, model)
     if plan.head is not None and plan.head.linear.tied_to is not None:
         head = model.get_submodule(plan.head.linear.name)
         tied = model.get_submodule(plan.head.linear.tied_to)
@@ -119,6 +121,17 @@ def _rewrite(
         if isinstance(spec, QKVLinearSpec):
             setattr(module, spec.sizes_attribute, qkv_split_sizes(spec, tensor_parallel))
     module.__class__ = derive(type(module), rewrites[plan.variant])
+
+
+def _localize(plan: ModulePlan, model: nn.Module) -> None:
+    """Give a module the sizes of this rank, and its runs of the parameters that stay where they are."""
+    for size in plan.sizes:
+        setattr(model.get_submodule(plan.name), size.name, size.local)
+    for shard in plan.shards:
+        path, _, leaf = f"{plan.name}.{shard.name}".rpartition(".")
+        owner = model.get_submodule(path)
+        whole = owner.get_parameter(leaf)
+        setattr(owner, leaf, shard_parameter(whole.shape, whole.dtype, shard.axis, shard.pieces))
 
 
 def _sources(spec: LayerSpec) -> tuple[str, ...]:

@@ -79,17 +79,36 @@ class Variant(msgspec.Struct, frozen=True):
         return self.cls.rpartition(":")[2]
 
 
+class LocalAttribute(msgspec.Struct, frozen=True):
+    """A size that a module's forward reads from the module: `whole` in the model, `local` on a tensor-parallel rank."""
+
+    name: str
+    whole: int
+    local: int
+
+
+class ParameterShard(msgspec.Struct, frozen=True):
+    """A parameter that stays where it is, below a module, and of which each rank holds one of `pieces` runs along `axis`."""
+
+    name: str
+    axis: int
+    pieces: int
+
+
 class ModulePlan(msgspec.Struct, frozen=True):
     """What one module instance becomes.
 
     keep: as transformers wrote it. rewrite: forward rewritten, `layers` added. replace: one layer in its place.
-    `variant` is None for plain torch layers, which have no forward of the model's own.
+    `variant` is None for plain torch layers, which have no forward of the model's own. On several ranks `sizes` and `shards` say which
+    of its numbers and parameters are those of one rank.
     """
 
     name: str
     action: Literal["keep", "rewrite", "replace"]
     variant: str | None = None
     layers: tuple[LayerSpec, ...] = ()
+    sizes: tuple[LocalAttribute, ...] = ()
+    shards: tuple[ParameterShard, ...] = ()
 
 
 class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,13 +124,17 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):
-    """How the modules of one class lie over tensor-parallel ranks; why not split, and the parameters that each rank holds whole."""
+    """How the modules of one class lie over tensor-parallel ranks; why not split, and the parameters that each rank holds whole.
+
+    `notes` are what is worth knowing of a split: which linears stay whole, where transformers' own plan says otherwise.
+    """
 
     cls: str
     placement: Literal["split", "replicated"]
     count: int
     reason: str = ""
     replicated_parameters: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class HeadStep(msgspec.Struct, frozen=True):

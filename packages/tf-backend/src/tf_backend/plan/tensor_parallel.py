@@ -7,33 +7,31 @@ split and what is computed whole on each rank and why, and refusals where a modu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 from ast_rewrite import CompiledRewrite
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
 from vllm_layers_bridge.layers.heads import heads_per_rank
-from vllm_layers_bridge.layers.linear import qkv_split_sizes
-from vllm_layers_bridge.seams.leaf import holder_name
 from vllm_layers_bridge.specs import (
-    ActivationAndMulSpec,
     AttentionSpec,
     LayerSpec,
     LinearSpec,
     MergedLinearSpec,
     QKVLinearSpec,
+    RMSNormSpec,
     Style,
 )
 
-from tf_backend.generated import derive
+from tf_backend.plan.local_widths import check_at_local_widths, local_attributes
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.observe import ModuleCall, Observation
-from tf_backend.plan.placement import Styles, Unplaced, linear_sizes, place
+from tf_backend.plan.placement import Part, Styles, Unplaced, linear_sizes, place
 from tf_backend.plan.places import place_of_class
-from tf_backend.plan.schema import ModulePlan, PlacementRecord, Refusal
+from tf_backend.plan.schema import LocalAttribute, ModulePlan, ParameterShard, PlacementRecord, Refusal
 from tf_backend.plan.variants import VariantTable
 
 
@@ -43,6 +41,14 @@ class Placed(msgspec.Struct, frozen=True):
     modules: tuple[ModulePlan, ...]
     records: tuple[PlacementRecord, ...]
     refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How a module is split, and the numbers that its forward reads on a rank."""
+
+    styles: Styles
+    sizes: tuple[LocalAttribute, ...]
 
 
 def place_modules(
@@ -55,11 +61,11 @@ def place_modules(
 ) -> Placed:
     """Lay every module of `modules` over `ranks`. Call where the attention leaf is registered: modules are run on meta."""
     rewrites = {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None}
-    styled: dict[str, Style] = {}
+    by_name = {plan.name: plan for plan in modules}
     replaced: dict[str, ModulePlan] = {}
     records: dict[tuple[str, str], PlacementRecord] = {}
     refusals: dict[str, Refusal] = {}
-    known: dict[tuple[Any, ...], Styles | str] = {}
+    known: dict[tuple[Any, ...], _Split | str] = {}
     for plan in modules:
         if plan.variant is None or plan.action == "replace":
             continue
@@ -68,44 +74,109 @@ def place_modules(
         if not linears:
             continue
         specs = attention.get(plan.name, ())
-        key = (
-            plan.variant,
-            specs,
-            tuple(linears.items()),
-        )
+        norms = frozenset(name for name, _ in module.named_children() if _is_norm(by_name.get(f"{plan.name}.{name}")))
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
+        key = (plan.variant, specs, shapes, norms)
         if key not in known:
-            known[key] = _styles(module, plan, seen.calls[plan.name], table, rewrites, specs, ranks)
+            known[key] = _split(module, plan, seen.calls[plan.name], table, rewrites, specs, norms, ranks)
         found = known[key]
         cls = type(module).__name__
-        if isinstance(found, Styles):
-            _count(records, cls, "", 0)
-            replaced[plan.name] = plan
-            for name in linears:
-                style: Style = "column" if name in found.column else "row" if name in found.row else "replicated"
-                styled[f"{plan.name}.{name}"] = style
+        if isinstance(found, _Split):
+            _apply(replaced, by_name, plan, found, linears)
+            _count(records, cls, "split", "", _whole_parameters(module, found.styles), _notes(found.styles))
             continue
         if specs:
             refusals.setdefault(cls, _refusal(type(module), plan.name, ranks, found))
             continue
         whole = sum(p.numel() for child in linears for p in module.get_submodule(child).parameters())
-        _count(records, cls, found, whole)
+        _count(records, cls, "replicated", found, whole, ())
         layers = tuple(_replicated(layer) for layer in plan.layers)
-        replaced[plan.name] = ModulePlan(plan.name, plan.action, plan.variant, layers)
+        replaced[plan.name] = msgspec.structs.replace(plan, layers=layers)
     for name in attention:
         owner = type(model.get_submodule(name))
         if name not in replaced and owner.__name__ not in refusals:
             refusals[owner.__name__] = _refusal(
                 owner, name, ranks, "none of its projections is a linear that can be split"
             )
-    result: list[ModulePlan] = []
-    for plan in modules:
-        layer = plan.layers[0] if plan.layers else None
-        if plan.name in styled and plan.action == "replace" and isinstance(layer, LinearSpec):
-            layer = msgspec.structs.replace(layer, style=styled[plan.name])
-            result.append(ModulePlan(plan.name, plan.action, plan.variant, (layer,)))
-        else:
-            result.append(replaced.get(plan.name, plan))
-    return Placed(tuple(result), tuple(records.values()), tuple(refusals.values()))
+    result = tuple(replaced.get(plan.name, plan) for plan in modules)
+    return Placed(result, tuple(records.values()), tuple(refusals.values()))
+
+
+def _is_norm(plan: ModulePlan | None) -> bool:
+    """Whether a module becomes a norm that can take its mean over ranks."""
+    layer = plan.layers[0] if plan is not None and plan.action == "replace" and plan.layers else None
+    return isinstance(layer, RMSNormSpec) and layer.scaled_in is not None
+
+
+def _split(
+    module: nn.Module,
+    plan: ModulePlan,
+    call: ModuleCall,
+    table: VariantTable,
+    rewrites: Mapping[str, CompiledRewrite],
+    specs: tuple[AttentionSpec, ...],
+    norms: frozenset[str],
+    ranks: int,
+) -> _Split | str:
+    """How the module is split, or why not."""
+    heads = [(spec.num_heads, spec.num_kv_heads) for spec in specs]
+    try:
+        for pair in heads:
+            heads_per_rank(*pair, ranks)
+        whole = table.trace_of(module, call)
+        styles = place(whole, ranks, heads, _merged_parts(plan, ranks), lambda name: name in norms)
+        merged = {child for layer in plan.layers for child in consumed_children(layer)}
+        if not merged <= styles.column:
+            raise Unplaced("a merged projection would be split in part")
+        sizes = local_attributes(module, call, styles, whole, ranks)
+        if any(table.is_read_from_outside(size.name) for size in sizes):
+            raise Unplaced(f"`{sizes[0].name}`, a size that would be split, is read from outside of it too")
+        check_at_local_widths(module, plan, call, styles, rewrites, ranks, sizes, len(specs))
+    except (Unplaced, BridgeError) as problem:
+        return str(problem)
+    return _Split(styles, sizes)
+
+
+def _merged_parts(plan: ModulePlan, ranks: int) -> dict[str, tuple[Part, ...]]:
+    """Columns of each child that a merged layer takes, in whole or in parts, and into how many pieces each is cut."""
+    parts: dict[str, list[Part]] = {}
+    for layer in plan.layers:
+        if not isinstance(layer, MergedLinearSpec | QKVLinearSpec):
+            continue
+        for source in layer.sources:
+            pieces = ranks
+            if isinstance(layer, QKVLinearSpec) and source.shard != "q" and layer.num_kv_heads % ranks:
+                pieces = layer.num_kv_heads
+            start, stop = source.rows or (0, source.size)
+            parts.setdefault(source.child, []).append(Part(start, stop, pieces))
+    return {child: tuple(sorted(found, key=lambda part: part.start)) for child, found in parts.items()}
+
+
+def _apply(
+    replaced: dict[str, ModulePlan],
+    by_name: Mapping[str, ModulePlan],
+    plan: ModulePlan,
+    found: _Split,
+    linears: Mapping[str, tuple[int, int]],
+) -> None:
+    """The plans of a module that is split and of those of its children that change with it."""
+    styles = found.styles
+    shards = tuple(ParameterShard(name, shard.axis, shard.pieces) for name, shard in styles.parameters.items())
+    replaced[plan.name] = msgspec.structs.replace(plan, sizes=found.sizes, shards=shards)
+    for name in linears:
+        style: Style = "column" if name in styles.column else "row" if name in styles.row else "replicated"
+        _replace_layer(replaced, by_name.get(f"{plan.name}.{name}"), LinearSpec, style=style)
+    for name, pieces in styles.norms.items():
+        _replace_layer(replaced, by_name.get(f"{plan.name}.{name}"), RMSNormSpec, pieces=pieces)
+
+
+def _replace_layer(
+    replaced: dict[str, ModulePlan], plan: ModulePlan | None, kind: type[LayerSpec], **changes: object
+) -> None:
+    layer = plan.layers[0] if plan is not None and plan.layers else None
+    if plan is not None and plan.action == "replace" and isinstance(layer, kind):
+        layer = msgspec.structs.replace(layer, **changes)
+        replaced[plan.name] = msgspec.structs.replace(plan, layers=(layer,))
 
 
 def _refusal(cls: type[nn.Module], name: str, ranks: int, reason: str) -> Refusal:
@@ -117,134 +188,37 @@ def _refusal(cls: type[nn.Module], name: str, ranks: int, reason: str) -> Refusa
     )
 
 
-def _count(records: dict[tuple[str, str], PlacementRecord], cls: str, reason: str, whole: int) -> None:
-    old = records.get((cls, reason), PlacementRecord(cls, "replicated" if reason else "split", 0, reason, 0))
-    records[cls, reason] = PlacementRecord(cls, old.placement, old.count + 1, reason, old.replicated_parameters + whole)
+def _count(
+    records: dict[tuple[str, str], PlacementRecord],
+    cls: str,
+    placement: Any,
+    reason: str,
+    whole: int,
+    notes: tuple[str, ...],
+) -> None:
+    old = records.get((cls, reason), PlacementRecord(cls, placement, 0, reason))
+    records[cls, reason] = msgspec.structs.replace(
+        old,
+        count=old.count + 1,
+        replicated_parameters=old.replicated_parameters + whole,
+        notes=tuple(dict.fromkeys((*old.notes, *notes))),
+    )
+
+
+def _whole_parameters(module: nn.Module, styles: Styles) -> int:
+    return sum(p.numel() for name in styles.whole for p in module.get_submodule(name).parameters())
+
+
+def _notes(styles: Styles) -> tuple[str, ...]:
+    notes = []
+    if styles.whole:
+        names = ", ".join(f"`{name}`" for name in sorted(styles.whole))
+        notes.append(f"{names}: whole on every rank")
+    if styles.norms:
+        names = ", ".join(f"`{name}`" for name in sorted(styles.norms))
+        notes.append(f"{names}: mean of squares taken over ranks")
+    return tuple(notes)
 
 
 def _replicated(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, style="replicated") if isinstance(layer, MergedLinearSpec) else layer
-
-
-def _styles(
-    module: nn.Module,
-    plan: ModulePlan,
-    call: ModuleCall,
-    table: VariantTable,
-    rewrites: Mapping[str, CompiledRewrite],
-    specs: tuple[AttentionSpec, ...],
-    ranks: int,
-) -> Styles | str:
-    """How the module is split, or why not."""
-    kinds = {(spec.num_heads, spec.num_kv_heads) for spec in specs}
-    heads = next(iter(kinds)) if len(kinds) == 1 else None
-    try:
-        if len(kinds) > 1:
-            raise Unplaced(f"its {len(specs)} calls of attention have different numbers of heads")
-        if heads is not None:
-            heads_per_rank(*heads, ranks)
-        styles = place(table.trace_of(module, call), ranks, heads, _packed(plan))
-        merged = {child for layer in plan.layers for child in consumed_children(layer)}
-        if not merged <= styles.column:
-            raise Unplaced("a merged projection would be split in part")
-        _check_at_local_widths(module, plan, call, styles, rewrites, ranks, len(specs))
-    except (Unplaced, BridgeError) as problem:
-        return str(problem)
-    return styles
-
-
-def _packed(plan: ModulePlan) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Columns of the parts of each child that a merged layer takes in parts, in the order of the child."""
-    parts: dict[str, list[tuple[int, int]]] = {}
-    for layer in plan.layers:
-        if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
-            for source in layer.sources:
-                if source.rows is not None:
-                    parts.setdefault(source.child, []).append(source.rows)
-    return {child: tuple(sorted(rows)) for child, rows in parts.items()}
-
-
-def _check_at_local_widths(
-    module: nn.Module,
-    plan: ModulePlan,
-    call: ModuleCall,
-    styles: Styles,
-    rewrites: Mapping[str, CompiledRewrite],
-    ranks: int,
-    calls: int,
-) -> None:
-    """Run the forward that will run, with the widths of one rank; Unplaced if it fails or returns other shapes."""
-    local = _local_copy(module, plan, styles, rewrites, ranks, calls)
-    try:
-        expected, found = module(*call.args, **call.kwargs), local(*call.args, **call.kwargs)
-    except Exception as error:  # whatever the model's own code raises, it does not run at these widths
-        first = str(error).split("\n", 1)[0]
-        raise Unplaced(
-            f"its forward does not run at the widths of one rank: {type(error).__name__}: {first}"
-        ) from error
-    if _shapes(expected) != _shapes(found):
-        raise Unplaced("it returns other shapes at the widths of one rank")
-
-
-def _local_copy(
-    module: nn.Module,
-    plan: ModulePlan,
-    styles: Styles,
-    rewrites: Mapping[str, CompiledRewrite],
-    ranks: int,
-    calls: int,
-) -> nn.Module:
-    kind = type(module)
-    if plan.variant is not None and plan.variant in rewrites:
-        kind = derive(kind, rewrites[plan.variant])
-    local: nn.Module = kind.__new__(kind)
-    local.__dict__.update(module.__dict__)
-    local.__dict__["_modules"] = dict(module._modules)
-    if calls > 1:
-        local._modules.update({holder_name(at): nn.Module() for at in range(calls)})
-    for name, child in module.named_children():
-        sizes = linear_sizes(child)
-        if name in styles.column and sizes is not None:
-            local._modules[name] = _meta_linear(sizes[0], sizes[1] // ranks, child)
-        elif name in styles.row and sizes is not None:
-            local._modules[name] = _meta_linear(sizes[0] // ranks, sizes[1], child)
-    for layer in plan.layers:
-        like = next((module.get_submodule(child) for child in consumed_children(layer)), None)
-        for taken in consumed_children(layer):
-            local._modules.pop(taken, None)
-        if isinstance(layer, QKVLinearSpec):
-            widths = qkv_split_sizes(layer, ranks)
-            local.__dict__[layer.sizes_attribute] = widths
-            local._modules[layer.name] = _meta_linear(layer.in_features, sum(widths), like)
-        elif isinstance(layer, MergedLinearSpec):
-            if any(source.size % ranks for source in layer.sources):
-                raise Unplaced(f"{ranks} ranks do not divide the parts of `{layer.name}`")
-            total = sum(source.size for source in layer.sources) // ranks
-            local._modules[layer.name] = _meta_linear(layer.in_features, total, like)
-        elif isinstance(layer, ActivationAndMulSpec):
-            local._modules[layer.name] = _HalfProduct()
-    return local
-
-
-class _HalfProduct(nn.Module):
-    """Stands for a fused activation: gives half the width that it takes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return first * second
-
-
-def _meta_linear(in_features: int, out_features: int, like: nn.Module | None) -> nn.Linear:
-    weight = getattr(like, "weight", None)
-    dtype = weight.dtype if isinstance(weight, torch.Tensor) else None
-    return nn.Linear(in_features, out_features, getattr(like, "bias", None) is not None, device="meta", dtype=dtype)
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, tuple | list):
-        return [_shapes(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _shapes(item) for key, item in value.items()}
-    return type(value).__name__

@@ -90,6 +90,11 @@ class VariantTable:
         """The trace that stands for `module`."""
         return self._find(module, call).trace
 
+    def is_read_from_outside(self, attribute: str) -> bool:
+        """Whether a forward that was traced reads an attribute of that name from a module below it."""
+        traces = (traced.trace for found in self._traced.values() for traced in found)
+        return any(path.endswith(f".{attribute}") for seen in traces for path in seen.reads)
+
     def _find(self, module: nn.Module, call: ModuleCall) -> Traced:
         signature = (tuple(module._modules), call.signature, len(call.signatures) > 1)
         known = self._traced.setdefault(type(module), [])

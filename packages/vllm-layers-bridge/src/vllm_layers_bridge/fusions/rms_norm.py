@@ -11,6 +11,8 @@ beside it.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from ast_rewrite import Patch
 from fx_match import (
@@ -30,7 +32,7 @@ from fx_match import (
     transparent,
     whole,
 )
-from torch import nn
+from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import has_hooks
@@ -117,8 +119,37 @@ class RMSNorm:
                 eps=float(match["eps"]),
                 offset=float(match.get("offset", 0.0)),
                 has_weight="weight" in match,
+                scaled_in=_scaled_in(match),
             ),
         )
+
+
+def _scaled_in(match: Match) -> Literal["wide", "input"] | None:
+    """Whether the weight is multiplied in before the result is cast to the input's type, or after; None where it is widened after that."""
+    root = _without_casts(match.root)[0]
+    if "weight" not in match or canonical(root) == "rms_norm":
+        return "wide"
+    sides = [_without_casts(side) for side in root.all_input_nodes]
+    weight = next((side for side in sides if _is_weight(side[0], match["weight"])), None)
+    normed = next((side for side in sides if side is not weight), None)
+    if weight is None or normed is None:
+        return None
+    if not normed[1]:
+        return "wide"
+    is_cast = weight[1] or (weight[0] is not match["weight"] and _without_casts(weight[0].all_input_nodes[0])[1])
+    return None if is_cast else "input"
+
+
+def _is_weight(node: fx.Node, weight: fx.Node) -> bool:
+    return node is weight or any(_without_casts(given)[0] is weight for given in node.all_input_nodes)
+
+
+def _without_casts(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The node below the casts around `node`, and whether there are any."""
+    is_cast = False
+    while canonical(node) in CASTS:
+        node, is_cast = node.all_input_nodes[0], True
+    return node, is_cast
 
 
 def _require_one_argument(match: Match, facts: ModuleFacts) -> None:

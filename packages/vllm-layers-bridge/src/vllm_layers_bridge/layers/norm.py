@@ -1,6 +1,7 @@
 """Root-mean-square norms.
 
-In: an `RMSNormSpec`. Out: vLLM's `RMSNorm`, or its `GemmaRMSNorm` where the weight is an offset from one.
+In: an `RMSNormSpec`. Out: vLLM's `RMSNorm`, or its `GemmaRMSNorm` where the weight is an offset from one. A norm over an axis that is split
+over tensor-parallel ranks is a layer of our own: vLLM has none.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from torch import nn
 
 from vllm_layers_bridge.errors import NotBuildable
+from vllm_layers_bridge.layers.parallel_norm import build_parallel_rms_norm
 from vllm_layers_bridge.specs import RMSNormSpec
 
 
 def build_rms_norm(spec: RMSNormSpec) -> nn.Module:
-    """A norm over the last axis of `hidden_size` entries; NotBuildable for an offset other than 0 or 1."""
+    """A norm over the last axis of `hidden_size` entries, or one rank's run of them; NotBuildable for an offset other than 0 or 1."""
+    if spec.pieces > 1:
+        return build_parallel_rms_norm(spec)
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
     layer: nn.Module
