@@ -17,7 +17,6 @@ from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import Plan
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 Plans = Callable[..., Plan]
@@ -325,28 +324,3 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer(model_of: Models, planned
     assert "`table`" in refusal.reason
     assert refusal.module == "model.layers.1.mlp"
     assert "buffer" in refusal.remedy
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        WeightRenaming("up_proj", "gate_proj"),
-        WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Transpose(0, 1)]),
-    ],
-    ids=["names that change places", "values that change under their name"],
-)
-def test_a_conversion_that_loading_by_name_would_miss(
-    transform: Any, model_of: Models, planned: Callable[..., Planned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tf_backend.plan.conversions.get_model_conversion_mapping", lambda *_, **__: [transform])
-    (refusal,) = planned(model_of("llama")).plan.refusals
-    assert "`model.layers.0.mlp.up_proj.weight`" in refusal.reason
-    assert "save it again" in refusal.remedy
-
-
-def test_a_conversion_of_other_names_is_told_at_load(
-    model_of: Models, planned: Callable[..., Planned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = WeightRenaming("feed_forward", "mlp")
-    monkeypatch.setattr("tf_backend.plan.conversions.get_model_conversion_mapping", lambda *_, **__: [old])
-    assert planned(model_of("llama")).plan.refusals == ()

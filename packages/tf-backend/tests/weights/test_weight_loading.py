@@ -143,10 +143,80 @@ def test_one_tensor_under_two_names() -> None:
         loader().check(stored(held))
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
-def test_copies_and_computed_buffers_are_passed_over(name: str) -> None:
+TIED = {"lm_head.weight": "model.embed.weight"}
+
+
+def tied_loader(held: dict[str, torch.Tensor], *, known: bool) -> WeightLoader:
+    return WeightLoader(RULES, "model", tied=TIED, stored=held if known else None)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("copy", ["before", "after", "alone", "absent"])
+def test_a_tied_tensor_is_stored_under_either_name_or_both(copy: str, known: bool) -> None:
+    held, into = tensors(), targets()
+    embedding = held["model.embed.weight"].clone()
+    if copy == "before":
+        held = {"lm_head.weight": embedding, **held}
+    elif copy == "after":
+        held["lm_head.weight"] = embedding
+    elif copy == "alone":
+        held["lm_head.weight"] = held.pop("model.embed.weight")
+    tied_loader(held, known=known).check(stored(held))
+    assert tied_loader(held, known=known).load(held.items(), into) == set(into)
+    assert torch.equal(into["model.embed.weight"], embedding)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_copies_of_a_tied_tensor_that_differ(known: bool) -> None:
+    held = {**tensors(), "lm_head.weight": torch.randn(6, 4)}
+    with pytest.raises(CheckpointError, match="another value for each") as caught:
+        tied_loader(held, known=known).load(held.items(), targets())
+    assert '"tie_word_embeddings": false' in str(caught.value)
+
+
+def test_copies_of_a_tied_tensor_of_other_types_are_compared_as_the_model_holds_them() -> None:
+    held = tensors()
+    held["lm_head.weight"] = held["model.embed.weight"].double()
+    tied_loader(held, known=True).load(held.items(), targets())
+
+
+def test_a_copy_of_a_tied_tensor_has_its_shape() -> None:
+    held = {**tensors(), "lm_head.weight": torch.randn(6, 5)}
+    for load in (
+        lambda: tied_loader(held, known=True).check(stored(held)),
+        lambda: tied_loader(held, known=True).load(held.items(), targets()),
+    ):
+        with pytest.raises(CheckpointError, match=r"found \[6, 5\], expected \[6, 4\]") as caught:
+            load()
+        assert "lm_head.weight" in str(caught.value)
+
+
+def test_one_copy_of_a_tied_tensor_under_two_spellings() -> None:
+    held = {**tensors(), "embed.weight": torch.zeros(6, 4)}
+    with pytest.raises(CheckpointError, match="two names"):
+        tied_loader(held, known=True).load(held.items(), targets())
+
+
+def test_a_tied_tensor_is_held_only_where_its_copy_is_to_come() -> None:
+    held = tensors()
+    first = held.pop("model.embed.weight")
+    alive = weakref.ref(first)
+
+    def stream(*, known: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal first
+        yield "model.embed.weight", first
+        del first
+        assert (alive() is None) is known
+        yield from held.items()
+
+    names = {"model.embed.weight": 0, **held}
+    WeightLoader(RULES, "model", tied=TIED, stored=names).load(stream(known=True), targets())
+
+
+@pytest.mark.parametrize("name", ["model.rotary_emb.inv_freq", "rotary_emb.inv_freq"])
+def test_computed_buffers_are_passed_over(name: str) -> None:
     held, into = {name: torch.zeros(99), **tensors()}, targets()
-    options = {"ignorable": ("lm_head.weight", "model.rotary_emb.inv_freq")}
+    options = {"ignorable": ("model.rotary_emb.inv_freq",)}
     loader(**options).check(stored(held))
     assert loader(**options).load(held.items(), into) == set(into)
 

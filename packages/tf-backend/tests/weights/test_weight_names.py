@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tf_backend.errors import CheckpointError
-from tf_backend.weights.names import planned_name
+from tf_backend.weights.conversion import Conversion
+from tf_backend.weights.names import Names, Place, natural_order, planned_name
+from transformers.core_model_loading import (
+    GroupWeightRename,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+)
 
 KNOWN = {"model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"}
 
@@ -42,19 +48,52 @@ def test_without_a_prefix_names_are_exact() -> None:
     assert planned_name("model.norm.weight", {"norm.weight"}, "") is None
 
 
-def test_names_that_transformers_renames_when_it_loads() -> None:
-    from tf_backend.plan.schema import WeightRule
-    from tf_backend.weights.load import WeightLoader
-    from transformers.core_model_loading import WeightRenaming
+def names_of(*transforms: object, known: tuple[str, ...], base: str = "model") -> Names:
+    return Names(Conversion(dict.fromkeys(known, (4, 2)), base, base, transforms))  # type: ignore[arg-type]
 
-    renaming = WeightRenaming(source_patterns=r"^embed_out\.", target_patterns="lm_head.")
-    rule = WeightRule("lm_head.weight", "lm_head.weight", None, (4, 2))
-    weight = torch.nn.Parameter(torch.zeros(4, 2))
-    stored = torch.arange(8.0).view(4, 2)
-    loader = WeightLoader([rule], "model", renamings=(renaming,))
-    assert loader.load([("embed_out.weight", stored)], {"lm_head.weight": weight}) == {"lm_head.weight"}
-    assert torch.equal(weight, stored)
-    with pytest.raises(CheckpointError, match="no place for"):
-        WeightLoader([rule], "model").load([("embed_out.weight", stored)], {"lm_head.weight": weight})
-    with pytest.raises(CheckpointError, match="two names"):
-        loader.load([("embed_out.weight", stored), ("lm_head.weight", stored)], {"lm_head.weight": weight})
+
+def test_a_name_that_transformers_renames() -> None:
+    names = names_of(WeightRenaming(r"^embed_out\.", "lm_head."), known=("lm_head.weight",))
+    assert names.place("embed_out.weight") == Place("lm_head.weight")
+    assert names.place("lm_head.weight") == Place("lm_head.weight")
+    assert names.place("embed_in.weight") == Place("embed_in.weight")
+
+
+def test_a_name_of_the_model_is_renamed_to_another_of_its_names_as_transformers_does() -> None:
+    names = names_of(WeightRenaming("up_proj", "gate_proj"), known=("model.up_proj", "model.gate_proj"))
+    assert names.place("model.up_proj") == Place("model.gate_proj")
+
+
+def test_a_name_of_the_model_is_not_renamed_to_one_that_it_lacks() -> None:
+    names = names_of(WeightRenaming("up_proj", "gate_proj"), known=("model.up_proj",))
+    assert names.place("model.up_proj") == Place("model.up_proj")
+
+
+def test_a_prefix_that_the_model_lacks_is_taken_away() -> None:
+    names = names_of(known=("layers.0.weight",))
+    assert names.place("model.layers.0.weight") == Place("layers.0.weight")
+
+
+def test_a_prefix_is_changed() -> None:
+    names = names_of(
+        PrefixChange(prefix_to_remove="language_model", model_prefix="model"), known=("model.norm.weight",)
+    )
+    assert names.place("model.language_model.norm.weight") == Place("model.norm.weight")
+    assert names.place("model.norm.weight") == Place("model.norm.weight")
+
+
+def test_names_that_follow_from_others_are_found_where_all_names_are_known() -> None:
+    shift = GroupWeightRename([r"norm0$", r"norm1$"], ["norm1", "norm2"])
+    known = {"model.norm1": (1,), "model.norm2": (1,)}
+    old = Names(Conversion(known, "model", "model", (shift,)), ["model.norm1", "model.norm0"])
+    assert old.place("model.norm1") == Place("model.norm2")
+    assert old.place("model.norm0") == Place("model.norm1")
+    new = Names(Conversion(known, "model", "model", (shift,)), ["model.norm1", "model.norm2"])
+    assert new.place("model.norm1") == Place("model.norm1")
+
+
+def test_a_converter_is_named_by_its_pattern_and_numbers_are_sorted_as_numbers() -> None:
+    stack = WeightConverter("experts.*.w.weight", "experts.w", operations=[MergeModulelist()])
+    names = names_of(stack, known=("model.experts.w",))
+    assert names.place("experts.10.w.weight") == Place("model.experts.w", "experts.*.w.weight")
+    assert natural_order(["e.10.w", "e.9.w"]) == ["e.9.w", "e.10.w"]

@@ -19,7 +19,8 @@ from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.positions import position_refusals
 from tf_backend.plan.schema import Parallel, Refusal
-from tf_backend.weights.checkpoint import check_checkpoint
+from tf_backend.weights.checkpoint import check_checkpoint, weight_loader
+from tf_backend.weights.load import WeightLoader
 
 _POOLING = Refusal(
     reason="tf-backend does not serve pooling models yet",
@@ -36,6 +37,7 @@ class Prepared:
     model: PreTrainedModel
     planned: Planned
     parallel: Parallel
+    loader: WeightLoader
 
 
 def prepare(vllm_config: Any) -> Prepared:
@@ -65,5 +67,7 @@ def prepare(vllm_config: Any) -> Prepared:
     capabilities.check(known)
     folder = Path(model_config.model)
     if folder.is_dir() and not getattr(model_config, "model_weights", ""):  # else they lie elsewhere than the config
-        check_checkpoint(folder, planned, str(vllm_config.load_config.load_format))
-    return Prepared(model, planned, parallel)
+        loader = check_checkpoint(folder, planned, str(vllm_config.load_config.load_format))
+    else:
+        loader = weight_loader(planned)
+    return Prepared(model, planned, parallel, loader)

@@ -23,7 +23,6 @@ from tf_backend.model.prepare import prepare
 from tf_backend.names import REFUSED
 from tf_backend.plan.positions import position_notes
 from tf_backend.plan.schema import Refusal
-from tf_backend.weights.checkpoint import weight_loader
 
 logger = logging.getLogger("vllm.tf_backend")  # below vLLM's root logger, so that its handlers and levels apply
 
@@ -54,7 +53,7 @@ class TransformersForCausalLM(nn.Module):
         assert plan.head is not None
         self.plan = plan
         self.config = vllm_config.model_config.hf_config
-        self.loader = weight_loader(planned)
+        self.loader = prepared.loader
         device = torch.get_default_device()
         apply(
             plan,

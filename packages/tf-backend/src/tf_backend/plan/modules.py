@@ -150,6 +150,6 @@ def _shared_by_engine(plans: tuple[ModulePlan, ...]) -> frozenset[str]:
     return frozenset(head.name for head in heads if head.tied_to is not None)
 
 
-def tied_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names in a state dict that are copies of another parameter: a checkpoint may hold them and they are not wanted."""
-    return tuple(name for names in tied_copies(model).values() for name in names)
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Names in a state dict that are copies of another parameter -> the name of that: a checkpoint may hold either, or both."""
+    return {name: source for source, names in tied_copies(model).items() for name in names}

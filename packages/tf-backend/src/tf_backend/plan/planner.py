@@ -21,7 +21,7 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
 from tf_backend.plan.attention import holder_refusals, plan_attention, specs_by_module
-from tf_backend.plan.conversions import checkpoint_renamings, conversion_refusals
+from tf_backend.plan.conversions import conversion_of
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
@@ -40,7 +40,7 @@ from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
 from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.tensor_parallel import Placed, place_modules
 from tf_backend.plan.variants import VariantTable
-from tf_backend.weights.names import Renaming
+from tf_backend.weights.conversion import Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ class Planned:
 
     plan: Plan
     rewrites: dict[str, CompiledRewrite]
-    tied: tuple[str, ...]
+    tied: dict[str, str]
+    """Other names of a tensor that has several -> the name by which the plan's weight rules know it."""
     ignorable_patterns: tuple[str, ...]
-    renamings: tuple[Renaming, ...] = ()
-    """By which transformers reads checkpoints that hold other names."""
+    conversion: Conversion
+    """How transformers reads checkpoints of the model."""
     tabled: Mapping[str, Tabled] = field(default_factory=dict)
     """By name, the modules that tables are built from."""
 
@@ -113,7 +114,7 @@ def make_plan(
         {built.variant.id: built.rewrite for built in table.built if built.rewrite is not None},
         tied_names(model),
         (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_obsolete_buffers(plan)),
-        checkpoint_renamings(model),
+        conversion_of(model, base),
         tabled,
     )
 
@@ -145,7 +146,7 @@ def _refused(
         buffers=(),
         refusals=tuple(refusals),
     )
-    return Planned(plan, {}, (), ())
+    return Planned(plan, {}, {}, (), Conversion({}))
 
 
 def _run_refusals(
@@ -155,7 +156,7 @@ def _run_refusals(
     experts, blocks = expert_refusals(model, seen)
     found = [*experts, *mixing_refusals(model, seen, blocks), *attention]
     found = found or list(failure_refusals(model, seen)) or list(layer_refusals(model, layers, seen))
-    return [*found, *sharing_refusals(model), *conversion_refusals(model)]
+    return [*found, *sharing_refusals(model)]
 
 
 def _plan_head(

@@ -1,6 +1,6 @@
 """A checkpoint folder against a plan, before the engine starts: nothing but names and headers is read.
 
-In: a folder, a plan, vLLM's load format. Out: nothing, or a `CheckpointError` that names what is missing, cut short or misshapen.
+In: a folder, a plan, vLLM's load format. Out: the loader for it, or a `CheckpointError` that names what is missing, cut short or misshapen.
 """
 
 from __future__ import annotations
@@ -34,30 +34,34 @@ def weight_loader(planned: Planned) -> WeightLoader:
     return WeightLoader(
         plan.weights,
         plan.base,
-        ignorable=[*plan.buffers, *planned.tied],
+        ignorable=plan.buffers,
         ignorable_patterns=planned.ignorable_patterns,
-        renamings=planned.renamings,
+        tied=planned.tied,
+        conversion=planned.conversion,
     )
 
 
-def check_checkpoint(folder: Path, planned: Planned, load_format: str = "auto") -> None:
+def check_checkpoint(folder: Path, planned: Planned, load_format: str = "auto") -> WeightLoader:
     """Hold the checkpoint in `folder` against the plan. Formats that do not read a folder's files (`dummy`) pass.
+
+    Returns:
+        The loader for it, which knows all names of the checkpoint where they were read.
 
     Raises:
         CheckpointError: the folder has no weight file, a file is absent, cut short or malformed, or a tensor is missing, left over or
             of another shape. Files that are no safetensors are checked when they are loaded.
     """
+    loader = weight_loader(planned)
     suffixes = _SUFFIXES.get(load_format)
     if suffixes is None:
-        return
+        return loader
     _check_not_empty(folder, suffixes)
     if load_format == "auto":
         _check_no_other_copy(folder)
-    if ".safetensors" not in suffixes:
-        return
-    stored = stored_tensors(folder)
+    stored = stored_tensors(folder) if ".safetensors" in suffixes else {}
     if stored:
-        weight_loader(planned).check(stored)
+        loader.check(stored)
+    return loader
 
 
 def _check_not_empty(folder: Path, suffixes: Collection[str]) -> None:

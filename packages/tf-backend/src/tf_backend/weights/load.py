@@ -1,21 +1,27 @@
 """Loading: each checkpoint tensor goes to its place by its full name, is checked, and nothing is left out or left over.
 
 In: the rules of a plan, the served model, a stream of (name, tensor). Out: the names of the parameters that were filled.
-One tensor is held at a time: what arrives is copied into its shard and let go.
+One tensor is held at a time: what arrives is copied into its shard and let go. Parts of a tensor that transformers converts are held until
+they are complete, and the first of two copies of a tied tensor until the second has been held against it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
 
 from tf_backend.errors import CheckpointError
 from tf_backend.plan.schema import WeightRule
+from tf_backend.weights.conversion import Conversion
 from tf_backend.weights.files import StoredTensor
-from tf_backend.weights.names import Renaming, planned_name, renamed
+from tf_backend.weights.names import Names
+from tf_backend.weights.stream import converted, stored_as
+
+_WRONG_CONFIG = "Check that config.json belongs to these weights."
 
 
 class WeightLoader:
@@ -23,27 +29,36 @@ class WeightLoader:
 
     Args:
         rules: where each tensor goes, from the plan.
-        base_prefix: prefix of the decoder in full names, e.g. ``model``.
-        ignorable: names that a checkpoint may hold and the model does not want: tied copies and recomputed buffers.
+        base: full name of the decoder, e.g. ``model``.
+        ignorable: names that a checkpoint may hold and the model does not want: recomputed buffers.
         ignorable_patterns: regular expressions for the same, from the transformers class.
-        renamings: tried on a name that the model does not have, in order.
+        tied: other names of a tensor that has several -> the name in the rules.
+        conversion: how transformers reads the checkpoint; by the names of the rules alone when None.
+        stored: all names of the checkpoint, where they are known before its tensors are read.
     """
 
     def __init__(
         self,
         rules: Iterable[WeightRule],
-        base_prefix: str,
+        base: str,
         ignorable: Iterable[str] = (),
         ignorable_patterns: Iterable[str] = (),
-        renamings: Iterable[Renaming] = (),
+        tied: Mapping[str, str] | None = None,
+        conversion: Conversion | None = None,
+        stored: Iterable[str] | None = None,
     ) -> None:
         self.rules: dict[str, list[WeightRule]] = {}
         for rule in rules:
             self.rules.setdefault(rule.source, []).append(rule)
-        self.base_prefix = base_prefix
         self.ignorable = frozenset(ignorable)
-        self.renamings = tuple(renamings)
         self.patterns = tuple(re.compile(pattern) for pattern in ignorable_patterns)
+        self.tied = dict(tied or {})
+        if conversion is None:
+            known = {source: rules[0].shape for source, rules in self.rules.items()}
+            others = {name: known[source] for name, source in self.tied.items()}
+            conversion = Conversion({**dict.fromkeys(self.ignorable, ()), **known, **others}, base)
+        self.conversion = conversion
+        self.names = Names(conversion, stored)
 
     def check(self, stored: Mapping[str, StoredTensor]) -> None:
         """Hold the headers of a checkpoint against the rules, before any tensor is read.
@@ -51,12 +66,15 @@ class WeightLoader:
         Raises:
             CheckpointError: a tensor is missing, is of another shape, or is not the model's.
         """
+        self.names = Names(self.conversion, stored)
+        files = {name: tensor.file for name, tensor in stored.items()}
+        headers = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in stored.items())
         seen: dict[str, str] = {}
-        for name, tensor in stored.items():
-            source = self._source(name, file=tensor.file)
-            if source is not None:
-                self._check_shape(self.rules[source][0], name, tensor.shape, file=tensor.file)
-                self._check_once(seen, source, name)
+        for name, source, tensor in self._wanted(headers, files):
+            self._check_shape(self.rules[source][0], name, tensor.shape, files.get(name))
+            if source in seen:
+                self._check_tied(source, seen[source], name)
+            seen[source] = name
         self._check_complete(seen.keys())
 
     def load(
@@ -65,35 +83,55 @@ class WeightLoader:
         """Copy `weights` into `targets` (full name -> parameter or buffer).
 
         Raises:
-            CheckpointError: as `check`.
+            CheckpointError: as `check`; or two copies of a tied tensor differ.
         """
         seen: dict[str, str] = {}
-        for name, tensor in weights:
-            source = self._source(name)
-            if source is not None:
-                self._check_once(seen, source, name)
-                for rule in self.rules[source]:
-                    self._check_shape(rule, name, tuple(tensor.shape))
-                    _check_type(targets[rule.target], tensor, name)
-                    _copy(targets[rule.target], tensor, rule)
+        copies: dict[str, torch.Tensor] = {}
+        may_return = self._stored_twice()
+        for name, source, tensor in self._wanted(weights):
+            if source in seen:
+                self._check_tied(source, seen[source], name)
+                self._check_shape(self.rules[source][0], name, tuple(tensor.shape))
+                dtype = targets[self.rules[source][0].target].dtype
+                _check_equal(source, (seen[source], name), (copies[source].to(dtype), tensor.to(dtype)))
+                del tensor
+                continue
+            seen[source] = name
+            for rule in self.rules[source]:
+                self._check_shape(rule, name, tuple(tensor.shape))
+                _check_type(targets[rule.target], tensor, name)
+                _copy(targets[rule.target], tensor, rule)
+            if source in may_return:
+                copies[source] = tensor
             del tensor  # not held while the next one is read
         self._check_complete(seen.keys())
         return {rule.target for rules in self.rules.values() for rule in rules}
 
-    def _source(self, name: str, file: object = None) -> str | None:
-        source = planned_name(name, self.rules, self.base_prefix)
-        if source is None:
-            source = planned_name(renamed(name, self.renamings), self.rules, self.base_prefix)
-        if source is not None:
-            return source
-        if planned_name(name, self.ignorable, self.base_prefix) or any(p.search(name) for p in self.patterns):
-            return None
-        raise CheckpointError(
-            "the checkpoint holds a tensor that the model has no place for",
-            tensor=name,
-            file=file,
-            remedy="Check that config.json belongs to these weights.",
-        )
+    def _wanted(
+        self, weights: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, object] | None = None
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The tensors that the model wants, each with the name in the rules that it stands for."""
+        for name, place, tensor in converted(weights, self.names):
+            source = self.tied.get(place, place)
+            if source in self.rules:
+                yield name, source, tensor
+            elif place not in self.ignorable and not any(p.search(name) or p.search(place) for p in self.patterns):
+                raise CheckpointError(
+                    "the checkpoint holds a tensor that the model has no place for",
+                    tensor=name,
+                    file=(files or {}).get(name),
+                    remedy=_WRONG_CONFIG,
+                )
+            del tensor
+
+    def _stored_twice(self) -> Set[str]:
+        """Tied tensors of which a second copy may arrive: of those alone the first must be held."""
+        tied = set(self.tied.values())
+        if self.names.stored is None:
+            return tied
+        places = (self.names.place(name).name for name in self.names.stored)
+        counts = Counter(self.tied.get(place, place) for place in places)
+        return {source for source in tied if counts[source] > 1}
 
     def _check_shape(self, rule: WeightRule, name: str, shape: Sequence[int], file: object = None) -> None:
         if tuple(shape) != rule.shape:
@@ -105,20 +143,34 @@ class WeightLoader:
                 expected=rule.shape,
             )
 
-    def _check_once(self, seen: dict[str, str], source: str, name: str) -> None:
-        if source in seen:
+    def _check_tied(self, source: str, first: str, name: str) -> None:
+        """Two names for one tensor are fine where they are two places of the model that the config ties."""
+        places = {self.names.place(first).name, self.names.place(name).name}
+        if len(places) == 1 or source not in self.tied.values():
             raise CheckpointError(
-                f"the checkpoint holds one tensor under two names, `{seen[source]}` and `{name}`",
+                f"the checkpoint holds one tensor under two names, `{first}` and `{name}`",
                 tensor=source,
                 remedy="Remove one of them: which is meant cannot be told.",
             )
-        seen[source] = name
 
     def _check_complete(self, seen: Set[str]) -> None:
         missing = sorted(self.rules.keys() - seen)
         if missing:
-            shown = ", ".join(f"`{name}`" for name in missing[:4]) + (" ..." if len(missing) > 4 else "")
+            shown = ", ".join(map(self._described, missing[:4])) + (" ..." if len(missing) > 4 else "")
             raise CheckpointError(f"the checkpoint lacks {len(missing)} of {len(self.rules)} tensors: {shown}")
+
+    def _described(self, source: str) -> str:
+        parts = stored_as(source, self.names)
+        return f"`{source}`" + (f" (stored as `{parts[0]}` and {len(parts) - 1} more)" if parts else "")
+
+
+def _check_equal(source: str, names: tuple[str, str], tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    if not torch.equal(*tensors):
+        raise CheckpointError(
+            f"the config ties `{names[0]}` and `{names[1]}`, and the checkpoint holds another value for each",
+            tensor=source,
+            remedy='Set "tie_word_embeddings": false in config.json, if two tensors are meant: transformers then keeps them apart.',
+        )
 
 
 def _check_type(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
