@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from tf_backend.plan.schema import Plan
+from transformers import PreTrainedModel
+from vllm_layers_bridge.specs import RMSNormSpec
 
 COUNTS = {
     "llama": ("Llama", 4, {"rms_norm": 9}),
@@ -43,6 +45,18 @@ def test_gemma2_with_four_norms_a_layer_and_tanh_gelu(plan_of: Callable[..., Pla
     assert [spec.sliding_window for spec in specs] == [16, None]
     assert {spec.logits_soft_cap for spec in specs} == {8.0}
     assert {spec.scale for spec in specs} == {48**-0.5}
+
+
+def test_every_norm_of_gemma4_spelled_as_a_power_and_the_weightless_ones_too(
+    plan_of: Callable[..., Plan], model_of: Callable[..., PreTrainedModel]
+) -> None:
+    sizes = {"num_hidden_layers": 6, "hidden_size_per_layer_input": 32, "head_dim": 32, "rope_parameters": None}
+    norms = [m for m in model_of("gemma4_text", **sizes).modules() if type(m).__name__ == "Gemma4RMSNorm"]
+    plan = plan_of("gemma4_text", **sizes)
+    assert plan.refusals == ()
+    assert {c.cls: c.count for c in plan.summary() if c.fusion == "rms_norm"} == {"Gemma4RMSNorm": len(norms)}
+    specs = [spec for module in plan.modules for spec in module.layers if isinstance(spec, RMSNormSpec)]
+    assert sum(not spec.has_weight for spec in specs) == 6
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biased", "qwen2-sliding", "phi"])

@@ -84,9 +84,7 @@ def plain_layer(model: PreTrainedModel, name: str, module: nn.Module) -> LayerSp
 def is_traced(module: nn.Module) -> bool:
     """Whether a module has a forward of the model's own that a fusion could be about."""
     kind = type(module)
-    if kind.__module__.startswith(("torch.nn.", "transformers.activations")):
-        return False
-    return bool(module._modules) or bool(module._parameters) or bool(module._buffers)
+    return not kind.__module__.startswith(("torch.nn.", "transformers.activations"))
 
 
 def consumed_children(layer: LayerSpec) -> tuple[str, ...]:
