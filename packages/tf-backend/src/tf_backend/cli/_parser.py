@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_demo(commands, shared)
     _add_capabilities(commands, shared)
+    _add_zoo(commands, shared)
     version = commands.add_parser("version", parents=[shared], help="versions of all that matters", allow_abbrev=False)
     version.set_defaults(run=_version)
     return parser
@@ -133,6 +134,40 @@ def _add_capabilities(commands: argparse._SubParsersAction[_Parser], shared: _Pa
     record.set_defaults(run=_capabilities)
 
 
+def _add_zoo(commands: argparse._SubParsersAction[_Parser], shared: _Parser) -> None:
+    parser = commands.add_parser(
+        "zoo",
+        parents=[shared],
+        allow_abbrev=False,
+        help="what becomes of every model type of the installed transformers",
+        description="Make a tiny model of each type, and find out what serving it would do. What is known already is not done "
+        "again, unless versions or sources changed.",
+        epilog="exit status 1 when numbers are wrong, looking at a type failed, or --check finds a difference",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model types, or kind/type; wildcards of a shell (all)")
+    parser.add_argument(
+        "--kind", action="append", metavar="KIND", help="causal, encoder, embedding, classification or image-text; may be repeated"
+    )
+    parser.add_argument(
+        "--level",
+        choices=("plan", "numbers", "serve"),
+        default="plan",
+        help="plan: on meta, without vLLM. numbers: each rewritten module against its original. serve: in the engine against "
+        "transformers, in a checkout alone. Each includes those before it",
+    )
+    parser.add_argument("--results", metavar="FILE", help="where results are kept (in the user's cache folder)")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="side by side (number of cores)")
+    parser.add_argument("--timeout", type=_positive, metavar="SECONDS", help="for one type at one level")
+    parser.add_argument("--capabilities", metavar="FILE", help="plan for the engine recorded in FILE (the CPU build)")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("--csv", metavar="FILE", help="also write a table")
+    parser.add_argument("--html", metavar="FILE", help="also write one page to look at")
+    parser.add_argument("--check", action="store_true", help="hold the result against the recorded one")
+    parser.add_argument("--record", action="store_true", help="in a checkout: write the recorded result and its page")
+    parser.set_defaults(run=_zoo)
+
+
 def _positive(text: str) -> int:
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
@@ -177,5 +212,11 @@ def _capabilities(options: argparse.Namespace) -> int:
 
 def _version(options: argparse.Namespace) -> int:
     from tf_backend.cli._version import run
+
+    return run(options)
+
+
+def _zoo(options: argparse.Namespace) -> int:
+    from tf_backend.cli._zoo import run
 
     return run(options)
