@@ -144,9 +144,14 @@ def _add_zoo(commands: argparse._SubParsersAction[_Parser], shared: _Parser) -> 
         "again, unless versions or sources changed.",
         epilog="exit status 1 when numbers are wrong, looking at a type failed, or --check finds a difference",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="model types, or kind/type; wildcards of a shell (all)")
     parser.add_argument(
-        "--kind", action="append", metavar="KIND", help="causal, encoder, embedding, classification or image-text; may be repeated"
+        "names", nargs="*", metavar="NAME", help="model types, or kind/type; wildcards of a shell (all)"
+    )
+    parser.add_argument(
+        "--kind",
+        action="append",
+        metavar="KIND",
+        help="causal, encoder, embedding, classification or image-text; may be repeated",
     )
     parser.add_argument(
         "--level",

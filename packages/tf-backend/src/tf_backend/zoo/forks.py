@@ -7,6 +7,7 @@ a whole at the time limit. Forking is safe only while this process runs no other
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import selectors
 import signal
@@ -88,6 +89,7 @@ def _start(name: str, job: Callable[[], bytes], log: Path | None) -> _Child:
             os.dup2(target, 2)
             sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
             sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+            faulthandler.enable(file=2)  # another's own would write a crash into its terminal
             status = _answer(writer, job)
         finally:
             os._exit(status)

@@ -80,13 +80,18 @@ def numbers_verdict(entry: Entry, capabilities: Capabilities) -> Verdict:
             continue
         except Exception as error:  # the rewritten forward itself: it does not run where the original does
             first = " ".join(str(error).split())[:200]
-            return Verdict("wrong", f"`{plan.name}` ({variant.class_name}) fails: {type(error).__name__}: {first}", compared)
+            return Verdict(
+                "wrong", f"`{plan.name}` ({variant.class_name}) fails: {type(error).__name__}: {first}", compared
+            )
         gap = difference(found, call.output)
         worst, compared = max(worst, gap), compared + 1
         if not gap <= TOLERANCE:
             fusions = ", ".join(fusion.name for fusion in variant.fusions)
             return Verdict(
-                "wrong", f"`{plan.name}` ({variant.class_name}, {fusions}) differs by {gap:.2g} of its norm", compared, gap
+                "wrong",
+                f"`{plan.name}` ({variant.class_name}, {fusions}) differs by {gap:.2g} of its norm",
+                compared,
+                gap,
             )
     reason = "; ".join(f"{name}: {why}" for name, why in left.items())
     return Verdict("equal" if compared else "skipped", reason, compared, worst)
@@ -97,9 +102,9 @@ def drawn_model(skeleton: PreTrainedModel) -> PreTrainedModel:
     """A model in memory like `skeleton`, with weights of such a size that every part matters; the same for the same names."""
     config = copy.deepcopy(skeleton.config)
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config)._from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model: PreTrainedModel = (
+        model_class(config)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    )
     for name, parameter in model.named_parameters():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         fresh = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))

@@ -81,5 +81,3 @@ def _first_sentence(error: BaseException) -> str:
     elif not isinstance(error, ConfigError):
         text = f"{type(error).__name__}: {text}"
     return text[:200].strip()
-
-

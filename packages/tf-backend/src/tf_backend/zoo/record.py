@@ -22,8 +22,15 @@ _PLANNED = ("status", "reason", "fusions", "misses", "tensor_2")
 
 
 def recorded() -> tuple[Made, tuple[Row, ...]]:
-    """What comes with the package."""
-    first, *lines = resources.files("tf_backend.zoo").joinpath("data", _DATA).read_bytes().splitlines()
+    """What comes with the package.
+
+    Raises:
+        OptionRefused: nothing does.
+    """
+    file = resources.files("tf_backend.zoo").joinpath("data", _DATA)
+    if not file.is_file():
+        raise OptionRefused("no recorded matrix comes with this package. In a checkout, `tf-backend zoo --record` writes one.")
+    first, *lines = file.read_bytes().splitlines()
     return msgspec.json.decode(first, type=Made), tuple(msgspec.json.decode(line, type=Row) for line in lines)
 
 

@@ -67,7 +67,9 @@ class Results:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(msgspec.json.encode(made) + b"\n")
             except OSError as error:
-                raise OptionRefused(f"results cannot be written to {file}: {error.strerror}. Name another file.") from error
+                raise OptionRefused(
+                    f"results cannot be written to {file}: {error.strerror}. Name another file."
+                ) from error
 
     def get(self, name: str, level: Level, kind: type[T]) -> T | None:
         """What is known of `name` at `level`."""
@@ -89,7 +91,9 @@ class Results:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise OptionRefused(f"results in {self.file} cannot be read: {error.strerror}. Name another file.") from error
+            raise OptionRefused(
+                f"results in {self.file} cannot be read: {error.strerror}. Name another file."
+            ) from error
         try:
             if msgspec.json.decode(first, type=Made) != self.made:
                 return False
@@ -105,6 +109,9 @@ class Results:
             except msgspec.DecodeError:
                 continue
             self._found[known.name, known.level] = bytes(known.found)
+        if lines and lines[-1]:  # so that the next line does not continue the one that was cut short
+            with self.file.open("ab") as file:
+                file.write(b"\n")
         return True
 
 

@@ -154,9 +154,9 @@ def _layers(config: PreTrainedConfig, given: Mapping[str, Any]) -> dict[str, Any
             values[field] = [min(smaller, item) for item in values[field]]
     for field, value in among.items():
         values[field] = [new for new, old in enumerate(kept) if old in value]
-    return {field: len(kept) if given[field] == number else size for field, size in values.items() if field in counts} | {
-        field: value for field, value in values.items() if field not in counts
-    }
+    return {
+        field: len(kept) if given[field] == number else size for field, size in values.items() if field in counts
+    } | {field: value for field, value in values.items() if field not in counts}
 
 
 def _lists_layers(value: Any, number: int) -> bool:

@@ -35,7 +35,9 @@ def stand_in(spec: LayerSpec, module: nn.Module) -> nn.Module:
             return _merged(spec.in_features, spec.sources, module)
         case LinearSpec() if spec.name:
             child = module.get_submodule(spec.name)
-            return _merged(spec.in_features, (Source(spec.name, None, spec.out_features, None, spec.transposed),), module, child)
+            return _merged(
+                spec.in_features, (Source(spec.name, None, spec.out_features, None, spec.transposed),), module, child
+            )
         case ActivationAndMulSpec():
             return _ActivationAndMul(spec.activation)
         case RMSNormSpec():
