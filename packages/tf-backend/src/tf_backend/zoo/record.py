@@ -29,7 +29,9 @@ def recorded() -> tuple[Made, tuple[Row, ...]]:
     """
     file = resources.files("tf_backend.zoo").joinpath("data", _DATA)
     if not file.is_file():
-        raise OptionRefused("no recorded matrix comes with this package. In a checkout, `tf-backend zoo --record` writes one.")
+        raise OptionRefused(
+            "no recorded matrix comes with this package. In a checkout, `tf-backend zoo --record` writes one."
+        )
     first, *lines = file.read_bytes().splitlines()
     return msgspec.json.decode(first, type=Made), tuple(msgspec.json.decode(line, type=Row) for line in lines)
 
