@@ -1,7 +1,39 @@
-"""Recognise a sparse mixture-of-experts block from its structure and dataflow, and say what it computes."""
+"""Recognise a sparse mixture-of-experts block from its structure and dataflow, read what its experts compute, run them in vLLM's runner.
 
+Recognising and reading know torch alone. vLLM is imported when a layer is built (`build_experts`), and not before.
+"""
+
+from moe_runner._activations import ACTIVATIONS, EngineActivation, asked_of_engine, engine_activation, names_of
+from moe_runner._arguments import is_routed_call
 from moe_runner._block import SparseBlock
-from moe_runner._errors import ModuleTypeError, MoeRunnerError
+from moe_runner._errors import ModuleTypeError, MoeRunnerError, NotRunnable
+from moe_runner._loading import LOADER, parameter_of
+from moe_runner._passing import experts_passed_by
+from moe_runner._reading import Experts, read_experts
 from moe_runner._recognize import recognize
+from moe_runner.layer import RoutedExperts, build_experts
+from moe_runner.specs import ExpertsSpec, ExpertTensor, Gate
 
-__all__ = ["ModuleTypeError", "MoeRunnerError", "SparseBlock", "recognize"]
+__all__ = [
+    "ACTIVATIONS",
+    "LOADER",
+    "EngineActivation",
+    "ExpertTensor",
+    "Experts",
+    "ExpertsSpec",
+    "Gate",
+    "ModuleTypeError",
+    "MoeRunnerError",
+    "NotRunnable",
+    "RoutedExperts",
+    "SparseBlock",
+    "asked_of_engine",
+    "build_experts",
+    "engine_activation",
+    "experts_passed_by",
+    "is_routed_call",
+    "names_of",
+    "parameter_of",
+    "read_experts",
+    "recognize",
+]

@@ -26,6 +26,7 @@ class SparseBlock:
     returns_router_logits: whether the block returns a tensor of scores over the experts beside its output; None if the
         forward was not followed to its end.
     called: False if the block was given no inputs, so that everything here comes from its structure.
+    num_scores: among how many the choice is made: more than the experts where some of them do nothing; None if not known.
     evidence: what was read and where, one line each, "module:line: what".
     """
 
@@ -40,6 +41,7 @@ class SparseBlock:
     returns_router_logits: bool | None
     called: bool
     evidence: tuple[str, ...]
+    num_scores: int | None = None
 
     def describe(self) -> str:
         """One line for a person: "4 experts, top 2, softmax after top-k, experts as stacked parameters `experts.w`"."""

@@ -7,3 +7,7 @@ class MoeRunnerError(Exception):
 
 class ModuleTypeError(MoeRunnerError, TypeError):
     """`recognize` was called with something that is no `nn.Module`."""
+
+
+class NotRunnable(MoeRunnerError):
+    """Experts that the installed vLLM's runner cannot take; the message names the layer, its sizes and the reason."""

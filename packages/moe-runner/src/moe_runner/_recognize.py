@@ -102,6 +102,7 @@ def _from_trace(module: nn.Module, site: Site, traced: Trace) -> SparseBlock | N
         returns_router_logits=returns_scores(flow, choice, uses) if traced.complete else None,
         called=True,
         evidence=tuple(evidence),
+        num_scores=choice.candidates,
     )
 
 

@@ -39,6 +39,10 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Activations that one layer fuses with the product that follows, by the names that `fx_match.activation` gives."""
     mla_sizes: tuple[tuple[int, int], ...]
     """(kv_lora_rank, rope dimension) of latent attention; empty when the engine cannot be asked."""
+    moe_activations: tuple[str, ...]
+    """Activations of experts for which the engine has a kernel, by the names of `moe_runner.engine_activation`."""
+    moe_size_multiple: int
+    """The hidden size of experts must be a multiple of this."""
 
     def to_json(self) -> bytes:
         """Indented JSON that ends with a newline, fields in the order of the class: what the data files hold."""

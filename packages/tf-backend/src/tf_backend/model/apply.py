@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import moe_runner
 import torch
 from ast_rewrite import CompiledRewrite
+from moe_runner import ExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.layers import BuildContext, build
@@ -94,7 +96,11 @@ def _check_rewrites(plan: Plan, rewrites: dict[str, CompiledRewrite]) -> None:
 
 def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: str) -> None:
     (spec,) = plan.layers
-    _set(model, plan.name, build(spec, _join(prefix, plan.name), context))
+    name = _join(prefix, plan.name)
+    if isinstance(spec, ExpertsSpec):
+        _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config))
+    else:
+        _set(model, plan.name, build(spec, name, context))
 
 
 def _position_table(plan: ModulePlan, model: PreTrainedModel, tabled: Tabled, engine: Engine) -> PositionTable:
@@ -115,6 +121,7 @@ def _rewrite(
     assert plan.variant is not None
     module = model.get_submodule(plan.name)
     for spec in plan.layers:
+        assert not isinstance(spec, ExpertsSpec)
         for child in _sources(spec):
             delattr(module, child)
         setattr(module, spec.name, build(spec, _join(prefix, f"{plan.name}.{spec.name}"), context))

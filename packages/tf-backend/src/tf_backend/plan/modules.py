@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import moe_runner
+from moe_runner import ExpertsSpec, ExpertTensor
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.fusions.children import is_transposed_linear
@@ -35,12 +37,12 @@ def plan_modules(
     seen: Observation,
     table: VariantTable,
     attention: dict[str, tuple[AttentionSpec, ...]],
-    given: Mapping[str, LayerSpec] | None = None,
+    given: Mapping[str, LayerSpec | ExpertsSpec] | None = None,
 ) -> tuple[ModulePlan, ...]:
     """A plan for each module that is traced or replaced; modules that only hold others are left out.
 
     Args:
-        given: by name, layers that take the place of modules for reasons found elsewhere.
+        given: by name, layers that take the place of whole modules for reasons found elsewhere.
     """
     plans: list[ModulePlan] = []
     taken: set[str] = set()
@@ -53,6 +55,8 @@ def plan_modules(
         layer = given[name] if given and name in given else plain_layer(model, name, module)
         if layer is not None:
             plans.append(ModulePlan(name, "replace", layers=(layer,)))
+            if given and name in given:
+                taken.add(name)  # with all that lies below it
             continue
         if name in {"", base} or not is_traced(module) or name not in seen.calls:
             continue
@@ -87,7 +91,7 @@ def is_traced(module: nn.Module) -> bool:
     return not kind.__module__.startswith(("torch.nn.", "transformers.activations"))
 
 
-def consumed_children(layer: LayerSpec) -> tuple[str, ...]:
+def consumed_children(layer: LayerSpec | ExpertsSpec) -> tuple[str, ...]:
     """Children whose weights a merged layer takes over."""
     if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
         return tuple(dict.fromkeys(source.child for source in layer.sources))
@@ -107,15 +111,20 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
     copies = tied_copies(model)
     shared = _shared_by_engine(plans)
+    stacked = _expert_tensors(plans)
     for name, tensor in tensors.items():
         for place in (name, *copies.get(name, ())):
+            if place in stacked:
+                target, part = stacked[place]
+                rules.append(WeightRule(name, target, None, tuple(tensor.shape), experts=part))
+                continue
             owner, _, leaf = place.rpartition(".")
             if place != name and leaf == "weight" and owner in shared:
                 continue
-            for part in taken.get(owner, (_Place(owner),)):
-                target = f"{part.layer}.{leaf}" if part.layer else leaf
-                transposed = part.transposed and tensor.ndim == 2
-                rules.append(WeightRule(name, target, part.shard, tuple(tensor.shape), part.rows, transposed))
+            for at in taken.get(owner, (_Place(owner),)):
+                target = f"{at.layer}.{leaf}" if at.layer else leaf
+                transposed = at.transposed and tensor.ndim == 2
+                rules.append(WeightRule(name, target, at.shard, tuple(tensor.shape), at.rows, transposed))
     return tuple(rules)
 
 
@@ -140,6 +149,17 @@ def _places_by_child(plans: tuple[ModulePlan, ...]) -> dict[str, list[_Place]]:
             elif isinstance(layer, LinearSpec) and layer.transposed and plan.action == "replace":
                 places[plan.name] = [_Place(plan.name, transposed=True)]
     return places
+
+
+def _expert_tensors(plans: tuple[ModulePlan, ...]) -> dict[str, tuple[str, ExpertTensor]]:
+    """For each tensor of experts in the runner, by full name: the parameter that it goes to, and what it holds."""
+    return {
+        f"{plan.name}.{tensor.name}": (f"{plan.name}.{moe_runner.parameter_of(tensor)}", tensor)
+        for plan in plans
+        for layer in plan.layers
+        if isinstance(layer, ExpertsSpec)
+        for tensor in layer.tensors
+    }
 
 
 def _shared_by_engine(plans: tuple[ModulePlan, ...]) -> frozenset[str]:

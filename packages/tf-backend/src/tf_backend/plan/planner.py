@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import moe_runner
 import torch
 from ast_rewrite import CompiledRewrite
 from fx_match import LeafCall, trace
@@ -22,6 +23,7 @@ from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
 from tf_backend.plan.attention import holder_refusals, plan_attention, specs_by_module
 from tf_backend.plan.conversions import conversion_of
+from tf_backend.plan.experts import FoundExperts, find_experts
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
@@ -29,7 +31,6 @@ from tf_backend.plan.observe import Observation, observe, observing, observing_m
 from tf_backend.plan.positions import Tabled, stand_in_for_failed, tabled_modules
 from tf_backend.plan.provenance import provenance
 from tf_backend.plan.refusals import (
-    expert_refusals,
     failure_refusals,
     kind_refusals,
     layer_refusals,
@@ -74,21 +75,27 @@ def make_plan(
     refusals = list(kind_refusals(model))
     if refusals:
         return _refused(model, parallel, capabilities, refusals)
+    with moe_runner.experts_passed_by(model):
+        return _plan(model, parallel, capabilities, installed_fusions() if fusions is None else fusions)
+
+
+def _plan(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, fusions: Sequence[Fusion]) -> Planned:
     seen = observe(model)
     while stand_in_for_failed(model, seen) is not None:
         seen = observe(model)
     tabled = tabled_modules(model)
+    experts = find_experts(model, seen, capabilities, parallel)
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
-    refusals += _run_refusals(model, layers, seen, attention_refusals)
+    refusals = _run_refusals(model, layers, seen, experts, attention_refusals)
     refusals += option_refusals(model, parallel)
     base, head = _base_name(model), None
-    table = VariantTable(installed_fusions() if fusions is None else fusions)
+    table = VariantTable(fusions)
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
         if not refusals:  # a model that is refused already need not have a head that can be followed
             base, head = _plan_head(model, base, seen, refusals)
         specs = specs_by_module(attention)
-        layers_of_their_own = {name: module.spec for name, module in tabled.items()}
+        layers_of_their_own = {name: module.spec for name, module in tabled.items()} | experts.specs
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs, layers_of_their_own)
         if not refusals:
             refusals += holder_refusals(model, attention, modules, tuple(built.variant for built in table.built))
@@ -108,6 +115,7 @@ def make_plan(
         buffers=non_persistent_buffers(model),
         refusals=tuple(refusals),
         placement=placed.records,
+        experts=tuple(experts.plans),
     )
     return Planned(
         plan,
@@ -150,11 +158,15 @@ def _refused(
 
 
 def _run_refusals(
-    model: PreTrainedModel, layers: str, seen: Observation, attention: tuple[Refusal, ...]
+    model: PreTrainedModel,
+    layers: str,
+    seen: Observation,
+    experts: FoundExperts,
+    attention: tuple[Refusal, ...],
 ) -> list[Refusal]:
     """What the run showed; that it ended early, or that layers lack attention, is told only where nothing explains it."""
-    experts, blocks = expert_refusals(model, seen)
-    found = [*experts, *mixing_refusals(model, seen, blocks), *attention]
+    refused = tuple(name for name in experts.blocks if type(model.get_submodule(name)) in experts.refusals)
+    found = [*experts.refusals.values(), *mixing_refusals(model, seen, refused), *attention]
     found = found or list(failure_refusals(model, seen)) or list(layer_refusals(model, layers, seen))
     return [*found, *sharing_refusals(model)]
 

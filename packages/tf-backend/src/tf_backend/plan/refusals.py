@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import moe_runner
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -60,31 +59,6 @@ def _parts(model: PreTrainedModel) -> str:
 def _takes_text_alone(model: PreTrainedModel) -> bool:
     modalities = model.input_modalities
     return set([modalities] if isinstance(modalities, str) else modalities) <= {"text"}
-
-
-def expert_refusals(model: PreTrainedModel, seen: Observation) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Sparse mixture-of-experts blocks, one refusal per class; and the names of all such blocks."""
-    classes: set[type[nn.Module]] = set()
-    refusals: list[Refusal] = []
-    blocks: list[str] = []
-    for name, module in model.named_modules():
-        call = seen.calls.get(name)
-        block = moe_runner.recognize(module, call.args if call else (), call.kwargs if call else {})
-        if block is None:
-            continue
-        blocks.append(name)
-        if type(module) not in classes:
-            classes.add(type(module))
-            refusals.append(
-                Refusal(
-                    f"`{type(module).__name__}` is a sparse mixture-of-experts block ({block.describe()}), which is not served "
-                    "yet",
-                    name,
-                    place_of_class(type(module)),
-                    REMEDY,
-                )
-            )
-    return refusals, tuple(blocks)
 
 
 def mixing_refusals(model: PreTrainedModel, seen: Observation, blocks: tuple[str, ...] = ()) -> Iterator[Refusal]:

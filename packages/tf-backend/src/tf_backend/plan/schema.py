@@ -9,6 +9,7 @@ import hashlib
 from typing import Literal, TypeAlias
 
 import msgspec
+from moe_runner.specs import ExpertsSpec, ExpertTensor
 from vllm_layers_bridge.specs import AttentionSpec, HeadLinearSpec, LayerSpec
 
 SCHEMA_VERSION = 1
@@ -106,7 +107,7 @@ class ModulePlan(msgspec.Struct, frozen=True):
     name: str
     action: Literal["keep", "rewrite", "replace"]
     variant: str | None = None
-    layers: tuple[LayerSpec, ...] = ()
+    layers: tuple[LayerSpec | ExpertsSpec, ...] = ()
     sizes: tuple[LocalAttribute, ...] = ()
     shards: tuple[ParameterShard, ...] = ()
 
@@ -121,6 +122,21 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     spec: AttentionSpec
     holder: str = ""
+
+
+class ExpertsPlan(msgspec.Struct, frozen=True):
+    """The experts of one sparse block: where they are, what was read of them, how they run.
+
+    `routing`: outside when the model's own code chooses the experts, and `why_outside` is the fact that keeps the engine from doing it.
+    """
+
+    block: str
+    experts: str
+    cls: str
+    description: str
+    computes: str
+    routing: Literal["outside", "inside"] = "outside"
+    why_outside: str = ""
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):
@@ -159,7 +175,8 @@ class HeadPlan(msgspec.Struct, frozen=True):
 class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """One checkpoint tensor, or some rows of it: where it goes, which shard it is, and the shape that the whole must have.
 
-    `transposed`: its two axes are swapped before anything else, `rows` included.
+    `transposed`: its two axes are swapped before anything else, `rows` included. `experts`: what it holds of experts, which are loaded one
+    by one.
     """
 
     source: str
@@ -168,6 +185,7 @@ class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    experts: ExpertTensor | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -228,6 +246,8 @@ class Plan(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...] = ()
     placement: tuple[PlacementRecord, ...] = ()
     """Empty on one rank."""
+    experts: tuple[ExpertsPlan, ...] = ()
+    """One for each sparse block."""
     schema: int = SCHEMA_VERSION
 
     @property

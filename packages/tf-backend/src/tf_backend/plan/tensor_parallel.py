@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from ast_rewrite import CompiledRewrite
+from moe_runner import ExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
@@ -220,5 +221,5 @@ def _notes(styles: Styles) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _replicated(layer: LayerSpec) -> LayerSpec:
+def _replicated(layer: LayerSpec | ExpertsSpec) -> LayerSpec | ExpertsSpec:
     return msgspec.structs.replace(layer, style="replicated") if isinstance(layer, MergedLinearSpec) else layer

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+import moe_runner
 import torch
 from torch import nn
 
@@ -187,6 +188,9 @@ def _check_type(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
 
 
 def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:
+    if rule.experts is not None:
+        getattr(target, moe_runner.LOADER)(tensor, rule.experts)
+        return
     tensor = _part(tensor, rule)
     loader = getattr(target, "weight_loader", None)
     if loader is None:

@@ -1,0 +1,103 @@
+"""Experts in vLLM's fused runner, routed outside: whoever calls them says which experts each token goes to, and with which weights.
+
+In: an `ExpertsSpec`. Out: a module that is called as the experts that it takes the place of. vLLM is imported when one is built.
+vLLM's runner takes router scores, and a function that turns them into ids and weights. Here the scores are the ids and weights
+themselves, side by side in one float32 tensor [tokens, 2 k], and the function takes them apart. So every kernel, exchange between
+ranks and compile path of vLLM's is used as it is. Ids are exact in float32 up to 2**24.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_runner._activations import asked_of_engine
+from moe_runner._errors import NotRunnable
+from moe_runner._loading import ExpertLoader
+from moe_runner.specs import ExpertsSpec
+
+_MOST_EXPERTS = 1 << 24
+
+
+class RoutedExperts(nn.Module):
+    """Experts that are told which tokens they get.
+
+    Args:
+        spec: what they compute.
+        runner: vLLM's `MoERunner`, built for them.
+    """
+
+    def __init__(self, spec: ExpertsSpec, runner: nn.Module) -> None:
+        super().__init__()
+        self.spec = spec
+        self.runner = runner
+        self._places = spec.arguments
+        self._null = spec.null
+        self._experts = spec.num_experts
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k]."""
+        hidden, ids, weights = (args[place] if isinstance(place, int) else kwargs[place] for place in self._places)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights = weights.to(torch.float32)
+        if self._null is None:
+            return self._run(flat, ids, weights).view(hidden.shape)
+        is_null = ids >= self._experts
+        routed = self._run(flat, ids.masked_fill(is_null, 0), weights.masked_fill(is_null, 0.0))
+        if self._null == "identity":
+            routed = routed + flat * (weights * is_null).sum(dim=-1, keepdim=True).to(flat.dtype)
+        return routed.view(hidden.shape)
+
+    def _run(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        routing = torch.cat((weights, ids.to(torch.float32)), dim=-1)
+        out: Tensor = self.runner(flat, routing)
+        return out
+
+
+def as_given(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The routing function of vLLM's runner: weights and ids [tokens, topk] as they were packed into `gating_output`."""
+    weights, ids = gating_output[:, :topk], gating_output[:, topk:]
+    return weights.contiguous(), ids.to(torch.int32).contiguous()
+
+
+def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> RoutedExperts:
+    """Build the layer on the current device and in the current default dtype, its weights not loaded.
+
+    Args:
+        prefix: full name, unique in the model; vLLM wants exactly one integer in it.
+        quant_config: the engine's.
+
+    Raises:
+        NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks.
+    """
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+    if not spec.runs_as:
+        raise NotRunnable(f"`{prefix}` ({spec.gate}) has no activation of the engine's: set `runs_as`.")
+    if spec.num_experts > _MOST_EXPERTS:
+        raise NotRunnable(f"`{prefix}` has {spec.num_experts} experts; ids beyond {_MOST_EXPERTS} are not exact.")
+    asked = asked_of_engine(spec.gate, spec.runs_as)
+    try:
+        runner: nn.Module = FusedMoEFactory(
+            num_experts=spec.num_experts,
+            top_k=spec.top_k,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            renormalize=False,
+            custom_routing_function=as_given,
+            quant_config=quant_config,
+            activation=asked.name,
+            swiglu_limit=asked.limit,
+            swiglu_alpha=asked.alpha,
+            swiglu_beta=asked.beta,
+            has_bias=spec.has_bias,
+            ckpt_names=("gate", "down", "up" if spec.gate.gated else None),
+            prefix=prefix,
+        )
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise NotRunnable(f"vLLM's runner cannot take `{prefix}` ({spec.gate}): {error}") from error
+    layer = RoutedExperts(spec, runner)
+    ExpertLoader(spec, asked.interleaved, runner.routed_experts).attach()
+    return layer

@@ -1,0 +1,82 @@
+"""What the experts of one block compute and where their weights lie, as data that travels through a plan as JSON.
+
+In: nothing. Out: frozen structs. `moe_runner.build_experts` turns an `ExpertsSpec` into a layer of vLLM's runner.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Formula: TypeAlias = Literal[
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "identity", "silu_clamped", "swiglu_oai"
+]
+Half: TypeAlias = Literal["gate", "up", "down"]
+Place: TypeAlias = int | str
+"""Where an argument of a call stands: its position, or its keyword."""
+
+
+class Gate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an expert computes between its two projections, of gate g and up u.
+
+    ``silu`` and the other activations: ``f(g) * u``. ``silu_clamped``: ``silu(min(g, limit)) * clamp(u, -limit, limit)``.
+    ``swiglu_oai``: with both clamped so, ``g * sigmoid(alpha * g) * (u + 1)``. Not `gated`: ``f(u)``, and there is no gate.
+    """
+
+    formula: Formula
+    gated: bool = True
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __str__(self) -> str:
+        numbers = ", ".join(
+            f"{name} {value:g}" for name, value in (("limit", self.limit), ("alpha", self.alpha)) if value is not None
+        )
+        return self.formula + (f" ({numbers})" if numbers else "") + ("" if self.gated else ", no gate")
+
+
+class ExpertTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tensor of the experts' and what it holds.
+
+    name: of the parameter, relative to the module of the experts.
+    halves: the projections in it, in order along the output features. Two share them: one after the other, or `interleaved`.
+    expert: whose it is; None when it holds all experts along its first axis, or folded into it (`packed`: [E * rows, columns]).
+    transposed: each expert's matrix is [in, out].
+    bias: it holds the biases of the projection, [E, out].
+    """
+
+    name: str
+    halves: tuple[Half, ...]
+    expert: int | None = None
+    interleaved: bool = False
+    transposed: bool = False
+    packed: bool = False
+    bias: bool = False
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
+    """Experts that are called with hidden states [tokens, hidden], ids [tokens, top_k] and weights [tokens, top_k].
+
+    They give, for each token, the sum over its ids of weight times ``down(gate(projections of the hidden state))``.
+
+    arguments: where hidden states, ids and weights stand in the call.
+    null: what ids of `num_experts` and above lead to: the hidden state itself, or nothing; None if there are none.
+    runs_as: vLLM's name for the gate, once it is known what the engine's kernels take; see `engine_activation`.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    gate: Gate
+    tensors: tuple[ExpertTensor, ...]
+    arguments: tuple[Place, Place, Place]
+    null: Literal["identity", "zero"] | None = None
+    runs_as: str = ""
+    name: str = ""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the projections have biases."""
+        return any(tensor.bias for tensor in self.tensors)
