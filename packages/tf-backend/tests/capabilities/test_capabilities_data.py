@@ -30,6 +30,13 @@ def test_the_cpu_build_is_shipped() -> None:
     assert 48 not in cpu.attention_head_sizes
     assert cpu.mla_sizes == ((512, 64),)
     assert cpu.gated_activations == ("gelu", "gelu_tanh", "silu")
+    assert cpu.moe_activations == (
+        "gelu",
+        "gelu_tanh",
+        "silu",
+        "swigluoai",
+    )  # its kernel leaves out limits of a model's own
+    assert cpu.moe_size_multiple == 32
 
 
 def test_name_is_a_label() -> None:
@@ -43,7 +50,7 @@ def test_name_is_a_label() -> None:
 def test_every_other_field_counts(field: str) -> None:
     cpu = capabilities.shipped()
     value = getattr(cpu, field)
-    other = not value if isinstance(value, bool) else value[:-1]
+    other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value[:-1]
     changed = msgspec.structs.replace(cpu, **{field: other})
     assert changed.sha256 != cpu.sha256
     assert cpu.differences(changed) == {field: (value, other)}

@@ -26,7 +26,7 @@ SIZES = {
 }
 
 REFUSED_MODELS = [
-    pytest.param("mixtral", "MixtralForCausalLM", {"num_local_experts": 4}, "MixtralSparseMoeBlock", id="experts"),
+    pytest.param("jetmoe", "JetMoeForCausalLM", {"kv_channels": 32, "num_local_experts": 4}, "JetMoeMoE", id="experts"),
     pytest.param(
         "falcon_h1",
         "FalconH1ForCausalLM",

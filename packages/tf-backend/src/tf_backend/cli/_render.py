@@ -24,6 +24,7 @@ def render_plan(console: Console, plan: Plan) -> None:
     render_fusions(console, plan)
     _misses(console, plan)
     _attention(console, plan)
+    _experts(console, plan)
     _placement(console, plan)
     _head(console, plan)
     _verdict(console, plan)
@@ -110,6 +111,25 @@ def _attention(console: Console, plan: Plan) -> None:
             cap,
         )
         table.add_row(*(Text(str(cell)) for cell in row))
+    console.print(table)
+
+
+def _experts(console: Console, plan: Plan) -> None:
+    """What was read of each class of sparse blocks; nothing where there is none."""
+    if not plan.experts:
+        return
+    table = _table("Experts, in the engine's runner", "class", "blocks", "what it is", "experts compute", "routing")
+    lines = Counter(
+        (
+            entry.cls,
+            entry.description,
+            entry.computes,
+            f"{entry.routing}{f': {entry.why_outside}' if entry.why_outside else ''}",
+        )
+        for entry in plan.experts
+    )
+    for (cls, description, computes, routing), count in lines.items():
+        table.add_row(*(Text(cell) for cell in (cls, str(count), description, computes, routing)))
     console.print(table)
 
 

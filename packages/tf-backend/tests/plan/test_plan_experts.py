@@ -1,0 +1,193 @@
+"""Sparse blocks: their experts become layers of the engine's runner, their routers stay, and what the runner cannot compute is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from moe_runner import ExpertsSpec, ExpertTensor, Gate
+from tf_backend import capabilities
+from tf_backend.plan import Parallel
+from tf_backend.plan.planner import Planned, make_plan
+from tf_backend.plan.schema import ModulePlan, Plan
+from torch import nn
+from transformers import PreTrainedModel
+
+Plans = Callable[..., Plan]
+Models = Callable[..., PreTrainedModel]
+
+PAIR = (ExpertTensor("gate_up_proj", ("gate", "up")), ExpertTensor("down_proj", ("down",)))
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+
+# Model type, overrides, experts, gate, shapes beside the hidden size, and modules whose fusions go on around the experts.
+SERVED: dict[str, tuple[dict[str, Any], str, Gate, tuple[int, int, int], set[str]]] = {
+    "mixtral": ({}, "model.layers.0.mlp.experts", Gate("silu"), (4, 2, 192), set()),
+    "qwen2_moe": (
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+        "model.layers.0.mlp.experts",
+        Gate("silu"),
+        (8, 3, 64),
+        {"Qwen2MoeMLP"},
+    ),
+    "glm4_moe": (
+        {**ROUTED, "head_dim": 32, "n_shared_experts": 1},
+        "model.layers.1.mlp.experts",
+        Gate("silu"),
+        (8, 2, 64),
+        {"Glm4MoeMLP"},
+    ),
+    "dbrx": (
+        {
+            "d_model": 128,
+            "n_heads": 4,
+            "n_layers": 2,
+            "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 128},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 500.0},
+        },
+        "transformer.blocks.0.ffn.experts",
+        Gate("silu"),
+        (4, 2, 64),
+        set(),
+    ),
+    "gpt_oss": (
+        {"swiglu_limit": 7.0},
+        "model.layers.0.mlp.experts",
+        Gate("swiglu_oai", limit=7.0, alpha=1.702),
+        (4, 2, 192),
+        set(),
+    ),
+}  # fmt: skip
+
+
+def experts_of(plan: Plan) -> dict[str, ExpertsSpec]:
+    found = {module.name: layer for module in plan.modules for layer in module.layers if isinstance(layer, ExpertsSpec)}
+    assert all(module.action == "replace" for module in plan.modules if module.name in found)
+    return found
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_experts_go_into_the_runner_and_the_rest_is_fused(name: str, plan_of: Plans) -> None:
+    overrides, module, gate, (experts, top_k, intermediate), fused = SERVED[name]
+    plan = plan_of(name, **overrides)
+    assert plan.refusals == ()
+    spec = experts_of(plan)[module]
+    assert spec.gate == gate
+    assert (spec.num_experts, spec.top_k, spec.intermediate_size, spec.hidden_size) == (
+        experts,
+        top_k,
+        intermediate,
+        128,
+    )
+    assert spec.null is None
+    assert [entry.experts for entry in plan.experts] == list(experts_of(plan))
+    assert {entry.routing for entry in plan.experts} == {"outside"}
+    assert fused <= {count.cls for count in plan.summary()}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_tensor_has_one_place_and_the_plan_is_json(name: str, plan_of: Plans, model_of: Models) -> None:
+    overrides, module, *_ = SERVED[name]
+    plan = plan_of(name, **overrides)
+    state = {key: tuple(value.shape) for key, value in model_of(name, **overrides).state_dict().items()}
+    assert {rule.source: rule.shape for rule in plan.weights}.items() <= state.items()
+    held = [rule for rule in plan.weights if rule.source.startswith(f"{module}.")]
+    assert all(rule.target.startswith(f"{module}.runner.routed_experts.w") for rule in held)
+    spec = experts_of(plan)[module]
+    assert {rule.source: rule.experts for rule in held} == {
+        f"{module}.{tensor.name}": tensor for tensor in spec.tensors
+    }
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_router_stays_as_it_is_written(plan_of: Plans) -> None:
+    plan = plan_of("mixtral")
+    by_name = {module.name: module for module in plan.modules}
+    assert by_name["model.layers.0.mlp"].action == "keep"
+    assert by_name["model.layers.0.mlp.gate"].action == "keep"
+    assert not any(name.startswith("model.layers.0.mlp.experts.") for name in by_name)
+
+
+def test_ids_of_experts_that_do_nothing_are_kept_from_the_runner(plan_of: Plans) -> None:
+    latent = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    plan = plan_of(
+        "longcat_flash", num_layers=1, num_hidden_layers=2, ffn_hidden_size=192, expert_ffn_hidden_size=64, n_routed_experts=4,
+        zero_expert_num=2, moe_topk=2, num_key_value_heads=4, head_dim=16, **latent,
+    )  # fmt: skip
+    (spec,) = experts_of(plan).values()
+    assert (spec.num_experts, spec.null) == (4, "identity")
+
+
+def refusal(plan: Plan) -> str:
+    assert not plan.is_served
+    assert plan.refusals[0].place is not None
+    return plan.refusals[0].reason
+
+
+def test_a_limit_that_the_kernel_would_leave_out_is_refused(plan_of: Plans) -> None:
+    assert "swiglu_oai (limit 1.5, alpha 1.702), for which the engine has no kernel" in refusal(plan_of("gpt_oss"))
+
+
+def test_an_engine_that_takes_limits_serves_them(model_of: Models) -> None:
+    able = msgspec.structs.replace(capabilities.shipped(), moe_activations=("silu", "swigluoai_uninterleave"))
+    plan = make_plan(model_of("gpt_oss"), Parallel(), able).plan
+    assert {spec.runs_as for spec in experts_of(plan).values()} == {"swigluoai_uninterleave"}
+
+
+def test_a_size_without_a_kernel_is_refused(model_of: Models) -> None:
+    plan = make_plan(model_of("mixtral", hidden_size=144, head_dim=32), Parallel(), capabilities.shipped()).plan
+    assert "multiples of 32, and its is 144" in refusal(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "ranks", "words"),
+    [
+        ("mixtral", {"intermediate_size": 99}, 2, "2 ranks do not divide the 99 features"),
+        ("gpt_oss", {"swiglu_limit": 7.0, "intermediate_size": 96}, 2, "on a rank it has 48"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(
+    name: str, overrides: dict[str, Any], ranks: int, words: str, model_of: Models, planned: Callable[..., Planned]
+) -> None:
+    assert words in refusal(planned(model_of(name, **overrides), parallel=Parallel(tensor=ranks)).plan)
+
+
+class Odd(nn.Module):
+    """Experts that compute something else than any formula that is known."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = inner.gate_up_proj, inner.down_proj
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            token, place = torch.where(chosen == index)
+            gate, up = (x[token] @ self.gate_up_proj[index].T).chunk(2, dim=-1)
+            hidden = (gate.sigmoid() * up * 0.5) @ self.down_proj[index].T
+            out.index_add_(0, token, hidden * weights[token, place, None])
+        return out
+
+
+def test_experts_that_cannot_be_read_are_refused(model_of: Models, planned: Callable[..., Planned]) -> None:
+    model = model_of("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts = Odd(layer.mlp.experts)
+    reason = refusal(planned(model).plan)
+    assert "`Odd` cannot be read: none of the formulas" in reason
+
+
+def test_layers_may_differ(model_of: Models, planned: Callable[..., Planned]) -> None:
+    """What is read of one instance is not taken for what another computes."""
+    model = model_of("gpt_oss", swiglu_limit=7.0)
+    model.model.layers[1].mlp.experts.limit = 3.0
+    assert "limit 3" in refusal(planned(model).plan)
+
+
+def test_module_plans_are_for_whole_modules(plan_of: Plans) -> None:
+    plan = plan_of("mixtral")
+    (experts,) = [module for module in plan.modules if module.name == "model.layers.1.mlp.experts"]
+    assert experts == ModulePlan(experts.name, "replace", None, experts.layers)
+    assert experts.layers[0].tensors == PAIR
