@@ -183,14 +183,6 @@ def test_a_quantized_checkpoint(method: str, config_of: Callable[..., Any]) -> N
     assert "not quantized" in refusal.remedy
 
 
-@pytest.mark.parametrize("parallel", [Parallel(pipeline=2), Parallel(tensor=4, pipeline=2)])
-def test_pipeline_stages(parallel: Parallel, model_of: Models, planned: Callable[..., Planned]) -> None:
-    refusal = planned(model_of("llama"), parallel=parallel).plan.refusals[0]
-    assert "`LlamaForCausalLM`" in refusal.reason
-    assert "pipeline" in refusal.reason
-    assert " to 1" in refusal.remedy
-
-
 @pytest.mark.parametrize(
     ("field", "recipe", "word"),
     [

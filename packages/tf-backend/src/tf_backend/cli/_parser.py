@@ -65,6 +65,9 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser], shared: _Parser)
     form.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
     form.add_argument("--diff", action="store_true", help="also print the diff of each rewritten forward")
     parser.add_argument("--tensor-parallel-size", type=_positive, default=1, metavar="N", help="ranks to plan for (1)")
+    parser.add_argument(
+        "--pipeline-parallel-size", type=_positive, default=1, metavar="N", help="stages to plan for (1)"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
     parser.add_argument("--capabilities", metavar="FILE", help="plan for the engine recorded in FILE")
     parser.set_defaults(run=_inspect)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 from rich import box
 from rich.console import Console
@@ -26,6 +27,7 @@ def render_plan(console: Console, plan: Plan) -> None:
     _attention(console, plan)
     _experts(console, plan)
     _placement(console, plan)
+    _stages(console, plan)
     _head(console, plan)
     _verdict(console, plan)
 
@@ -141,6 +143,20 @@ def _placement(console: Console, plan: Plan) -> None:
     for record in plan.placement:
         reason = f"{record.reason}; {record.replicated_parameters:,} parameters on every rank" if record.reason else ""
         table.add_row(record.cls, record.placement, str(record.count), reason)
+    console.print(table)
+
+
+def _stages(console: Console, plan: Plan) -> None:
+    """Which layers each pipeline stage has; nothing for one stage."""
+    if plan.stages is None:
+        return
+    table = _table("Pipeline stages", "stage", "layers", "also holds")
+    last = len(plan.stages.bounds) - 2
+    for stage, (first, end) in enumerate(pairwise(plan.stages.bounds)):
+        has_embedding = stage == 0 or (stage == last and plan.stages.tied)
+        beside = [plan.stages.embedding] if has_embedding else []
+        beside += [*plan.stages.after, plan.stages.head] if stage == last else []
+        table.add_row(str(stage), f"{first} to {end - 1}", Text(", ".join(beside)))
     console.print(table)
 
 

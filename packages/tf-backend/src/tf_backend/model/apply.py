@@ -25,6 +25,7 @@ from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableS
 
 from tf_backend.generated import derive
 from tf_backend.model.buffers import initialise, restore_buffers
+from tf_backend.model.stage import lies_in
 from tf_backend.plan.positions import Tabled
 from tf_backend.plan.schema import AttentionPlan, ModulePlan, Plan
 
@@ -48,6 +49,7 @@ def apply(
     engine: Engine,
     prefix: str = "",
     tabled: Mapping[str, Tabled] | None = None,
+    absent: frozenset[str] = frozenset(),
 ) -> None:
     """Build every layer of `plan` into `model`.
 
@@ -55,10 +57,13 @@ def apply(
         rewrites: compiled forwards by variant id, derived in this process; their hashes must be the plan's.
         prefix: full name under which the engine knows the model, usually empty.
         tabled: by name, the modules that tables of positions are built from.
+        absent: modules that are on other pipeline stages, stand-ins in their places.
     """
     _check_rewrites(plan, rewrites)
     context = BuildContext(engine.quant_config)
     for module_plan in plan.modules:
+        if lies_in(module_plan.name, absent):
+            continue
         if module_plan.action == "replace" and isinstance(module_plan.layers[0], PositionTableSpec):
             table = _position_table(module_plan, model, (tabled or {})[module_plan.name], engine)
             _set(model, module_plan.name, table)
@@ -67,13 +72,15 @@ def apply(
         elif module_plan.action == "rewrite":
             _rewrite(module_plan, rewrites, model, context, engine.tensor_parallel, prefix)
         _localize(module_plan, model)
-    if plan.head is not None and plan.head.linear.tied_to is not None:
+    if plan.head is not None and plan.head.linear.tied_to is not None and plan.head.linear.name not in absent:
         head = model.get_submodule(plan.head.linear.name)
         tied = model.get_submodule(plan.head.linear.tied_to)
         _set(model, plan.head.linear.name, head.tie_weights(tied))
     register_interface()
     model.config._attn_implementation = INTERFACE
     for attention in plan.attention:
+        if lies_in(attention.module, absent):
+            continue
         owner = model.get_submodule(attention.module)
         attach_attention(
             owner,
@@ -84,7 +91,7 @@ def apply(
             quant_config=engine.quant_config,
             holder=attention.holder,
         )
-    restore_buffers(model, plan.buffers, engine.device)
+    restore_buffers(model, tuple(name for name in plan.buffers if not lies_in(name, absent)), engine.device)
     _materialize(model, engine.device)
 
 

@@ -11,26 +11,47 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 
+from tf_backend.model.stage import Passage
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0, "received": 0})
 class Decoder(nn.Module):
     """Runs `base` on one flat row of tokens.
 
     Args:
         base: the transformers decoder, e.g. a ``LlamaModel``.
+        passage: where hidden states come in and go out on a pipeline stage; None where there is one stage.
+        sends: whether another stage follows.
     """
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", base: nn.Module) -> None:
+    def __init__(
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        base: nn.Module,
+        passage: Passage | None = None,
+        sends: bool = False,
+    ) -> None:
         super().__init__()
         self.base = base
+        self.passage = passage or Passage()
+        self.sends = sends
 
     def forward(
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Last hidden state [tokens, hidden] of tokens [tokens] at `positions` [tokens]."""
+        """Last hidden state [tokens, hidden] of tokens [tokens] at `positions` [tokens]; or hidden states for the next stage.
+
+        `received` are the hidden states [tokens, hidden] of the stage before, in the place of tokens.
+        """
+        if received is not None:
+            self.passage.received = received[None]
+            input_ids, inputs_embeds = None, received
         output = self.base(
             input_ids=None if input_ids is None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
@@ -38,5 +59,8 @@ class Decoder(nn.Module):
             use_cache=False,
             return_dict=True,
         )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        sent = self.passage.sent if self.sends else output.last_hidden_state
+        self.passage.received = self.passage.sent = None  # nothing is kept until the next step
+        assert sent is not None
+        hidden: torch.Tensor = sent[0]
         return hidden

@@ -5,10 +5,13 @@ In: the engine's config. Out: nothing, or an `OptionRefused`. Our own options li
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tf_backend.errors import OptionRefused
 from tf_backend.plan.schema import Plan
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 KEY = "tf_backend"
 """Key of our options in the engine's additional config, which travels to every worker and is part of the compile-cache key."""
@@ -18,12 +21,11 @@ OPTIONS: dict[str, type] = {}
 
 
 def check_engine_options(vllm_config: Any) -> None:
-    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding, pipeline stages.
+    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding.
 
     Raises:
         OptionRefused: names the option and what to do.
     """
-    parallel = vllm_config.parallel_config
     if vllm_config.quant_config is not None:
         method = vllm_config.model_config.quantization
         raise OptionRefused(
@@ -38,17 +40,26 @@ def check_engine_options(vllm_config: Any) -> None:
         raise OptionRefused(
             "tf-backend does not serve speculative decoding yet. Leave out `--speculative-config`, or use `--model-impl vllm`."
         )
-    if parallel.pipeline_parallel_size != 1:
-        raise OptionRefused(
-            f"tf-backend serves one pipeline stage for now, and `--pipeline-parallel-size` is {parallel.pipeline_parallel_size}. "
-            "Set it to 1; `--tensor-parallel-size` splits a model over several ranks."
-        )
+    _check_stages(vllm_config)
     own = (vllm_config.additional_config or {}).get(KEY, {})
     unknown = sorted(set(own) - set(OPTIONS) - {"plan"}) if isinstance(own, dict) else [str(own)]
     if unknown:
         raise OptionRefused(
             f"`--additional-config` has options under `{KEY}` that tf-backend does not know: {', '.join(unknown)}. "
             f"It knows: {', '.join(OPTIONS) or 'none yet'}."
+        )
+
+
+def _check_stages(vllm_config: VllmConfig) -> None:
+    """vLLM's runner on the CPU makes room for the hidden states that a stage receives when it compiles, and at no other time."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if is_staged and current_platform.is_cpu() and vllm_config.compilation_config.mode == CompilationMode.NONE:
+        raise OptionRefused(
+            "vLLM's CPU engine runs pipeline stages only compiled, and `--enforce-eager` is given. Leave it out, or set "
+            "`--pipeline-parallel-size` to 1."
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tf_backend import capabilities
-from tf_backend.errors import ModelRefused
+from tf_backend.errors import ModelRefused, OptionRefused
 from tf_backend.model.options import check_engine_options
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
@@ -40,6 +40,19 @@ class Prepared:
     loader: WeightLoader
 
 
+def _layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """The first layer of each stage, and the number of layers, as vLLM deals them out; VLLM_PP_LAYER_PARTITION says otherwise."""
+    from vllm.distributed.utils import get_pp_indices
+
+    try:
+        return (*(get_pp_indices(layers, rank, stages)[0] for rank in range(stages)), layers)
+    except ValueError as error:
+        raise OptionRefused(
+            f"VLLM_PP_LAYER_PARTITION does not divide the {layers} layers into {stages} stages: {error}. Name as many numbers of layers as "
+            "stages, separated by commas."
+        ) from error
+
+
 def prepare(vllm_config: Any) -> Prepared:
     """Plan the model of `vllm_config` (a `vllm.config.VllmConfig`) and hold engine and checkpoint against the plan.
 
@@ -60,7 +73,7 @@ def prepare(vllm_config: Any) -> Prepared:
     )
     model = skeleton(model_config.hf_config, model_config.dtype)
     known = capabilities.default()
-    planned = make_plan(model, parallel, known)
+    planned = make_plan(model, parallel, known, split=_layers_of_stages)
     refusals = (*planned.plan.refusals, *position_refusals(planned.plan, model_config.max_model_len))
     if refusals:
         raise ModelRefused(refusals, architecture=planned.plan.provenance.architecture)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.sequence import IntermediateTensors
 
 from tf_backend.errors import ModelRefused
 from tf_backend.model.apply import Engine, apply
@@ -20,9 +22,13 @@ from tf_backend.model.decoder import Decoder
 from tf_backend.model.head import Head
 from tf_backend.model.options import publish_plan
 from tf_backend.model.prepare import prepare
+from tf_backend.model.stage import Passage, absent_modules, lies_in, make_stage
 from tf_backend.names import REFUSED
 from tf_backend.plan.positions import position_notes
-from tf_backend.plan.schema import Refusal
+from tf_backend.plan.schema import Plan, Refusal
+
+HIDDEN = "hidden_states"
+"""Name under which hidden states pass from one pipeline stage to the next."""
 
 logger = logging.getLogger("vllm.tf_backend")  # below vLLM's root logger, so that its handlers and levels apply
 
@@ -32,12 +38,33 @@ class _Parts:
     """What runs, held outside of the module tree: parameters keep the names that transformers gives them."""
 
     decoder: Decoder
-    head: Head
+    head: Head | None
     embedding: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The pipeline stage of this process: which modules it does not hold, and where hidden states pass."""
+
+    passage: Passage | None
+    absent: frozenset[str]
+    is_last: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> _Stage:
+        """Cut `model`, on meta, down to this process's stage."""
+        if plan.stages is None:
+            return cls(None, frozenset(), True)
+        group = get_pp_group()
+        passage = Passage()
+        make_stage(model, plan.stages, plan.layers, group.rank_in_group, passage)
+        return cls(passage, absent_modules(plan.stages, plan.layers, group.rank_in_group), group.is_last_rank)
 
 
 class TransformersForCausalLM(nn.Module):
     """A transformers causal language model, fused by plan and run by the engine."""
+
+    supports_pp: ClassVar[Literal[True]] = True
 
     @classmethod
     def check(cls, vllm_config: VllmConfig) -> None:
@@ -53,7 +80,9 @@ class TransformersForCausalLM(nn.Module):
         assert plan.head is not None
         self.plan = plan
         self.config = vllm_config.model_config.hf_config
+        stage = _Stage.of(model, plan)
         self.loader = prepared.loader
+        self.loader.leave_out(rule.target for rule in plan.weights if lies_in(rule.target, stage.absent))
         device = torch.get_default_device()
         apply(
             plan,
@@ -68,12 +97,21 @@ class TransformersForCausalLM(nn.Module):
             ),
             prefix,
             planned.tabled,
+            stage.absent,
         )
         for name, child in model.named_children():
             self.add_module(name, child)
-        projection = model.get_submodule(plan.head.linear.name)
-        decoder = Decoder(vllm_config=vllm_config, prefix=prefix, base=model.get_submodule(plan.base))
-        head = Head(plan.head, projection, getattr(projection, "bias", None))
+        decoder = Decoder(
+            vllm_config=vllm_config,
+            prefix=prefix,
+            base=model.get_submodule(plan.base),
+            passage=stage.passage,
+            sends=not stage.is_last,
+        )
+        head = None
+        if stage.is_last:
+            projection = model.get_submodule(plan.head.linear.name)
+            head = Head(plan.head, projection, getattr(projection, "bias", None))
         self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
         for note in position_notes(plan, vllm_config.model_config.max_model_len):
@@ -102,17 +140,26 @@ class TransformersForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: Any = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Last hidden state [tokens, hidden]."""
-        if inputs_embeds is not None:
+    ) -> torch.Tensor | IntermediateTensors:
+        """Last hidden state [tokens, hidden]; on a pipeline stage that another follows, what it is to be given."""
+        received = None if intermediate_tensors is None else intermediate_tensors[HIDDEN]
+        if inputs_embeds is not None or received is not None:
             input_ids = None
-        hidden: torch.Tensor = self._parts.decoder(input_ids, positions, inputs_embeds)
-        return hidden
+        hidden: torch.Tensor = self._parts.decoder(input_ids, positions, inputs_embeds, received)
+        return hidden if self._parts.head is not None else IntermediateTensors({HIDDEN: hidden})
+
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """What a stage that is not the first is given: hidden states [batch_size, hidden]."""
+        width = self.plan.stages.width if self.plan.stages is not None else self.config.get_text_config().hidden_size
+        return IntermediateTensors({HIDDEN: torch.zeros((batch_size, width), dtype=dtype, device=device)})
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits [tokens, vocabulary] of last hidden states [tokens, hidden]."""
+        assert self._parts.head is not None
         logits: torch.Tensor | None = self._parts.head(hidden_states)
         return logits
 

@@ -59,11 +59,11 @@ class MixingDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = Operation.of(func, args, kwargs or {}, out)
         why = why_not_tokenwise(operation, self.tokens)
         if why:
-            self.found.append(Mixing(operation.name, self.current_module(), why, _running_line()))
+            self.found.append(Mixing(operation.name, self.current_module(), why, running_line()))
         return out
 
 
-def _running_line() -> Place | None:
+def running_line() -> Place | None:
     """The innermost line that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:

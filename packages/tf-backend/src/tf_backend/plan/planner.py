@@ -39,6 +39,7 @@ from tf_backend.plan.refusals import (
 )
 from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
 from tf_backend.plan.sharing import sharing_refusals
+from tf_backend.plan.stages import Split, even_split, plan_stages
 from tf_backend.plan.tensor_parallel import Placed, place_modules
 from tf_backend.plan.variants import VariantTable
 from tf_backend.weights.conversion import Conversion
@@ -64,6 +65,7 @@ def make_plan(
     parallel: Parallel,
     capabilities: Capabilities,
     fusions: Sequence[Fusion] | None = None,
+    split: Split = even_split,
 ) -> Planned:
     """Plan `model`, which is on meta and in evaluation mode.
 
@@ -71,15 +73,19 @@ def make_plan(
         parallel: ranks to plan for.
         capabilities: what the platform's layers take; recorded or shipped, see `tf_backend.capabilities`.
         fusions: in order of priority; those installed when None.
+        split: which layers each pipeline stage has.
     """
     refusals = list(kind_refusals(model))
     if refusals:
         return _refused(model, parallel, capabilities, refusals)
     with moe_runner.experts_passed_by(model):
-        return _plan(model, parallel, capabilities, installed_fusions() if fusions is None else fusions)
+        chosen = installed_fusions() if fusions is None else fusions
+        return _plan(model, parallel, capabilities, chosen, split)
 
 
-def _plan(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, fusions: Sequence[Fusion]) -> Planned:
+def _plan(
+    model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, fusions: Sequence[Fusion], split: Split
+) -> Planned:
     seen = observe(model)
     while stand_in_for_failed(model, seen) is not None:
         seen = observe(model)
@@ -88,7 +94,7 @@ def _plan(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
     refusals = _run_refusals(model, layers, seen, experts, attention_refusals)
-    refusals += option_refusals(model, parallel)
+    refusals += option_refusals(model)
     base, head = _base_name(model), None
     table = VariantTable(fusions)
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
@@ -103,6 +109,13 @@ def _plan(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
             refusals += placed.refusals
+    stages = None
+    if parallel.pipeline > 1 and not refusals and head is not None:
+        found = plan_stages(model, base, layers, head.linear, parallel.pipeline, split)
+        if isinstance(found, Refusal):
+            refusals.append(found)
+        else:
+            stages = found
     plan = Plan(
         provenance=provenance(model, parallel, capabilities),
         base=base,
@@ -116,6 +129,7 @@ def _plan(model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities
         refusals=tuple(refusals),
         placement=placed.records,
         experts=tuple(experts.plans),
+        stages=stages,
     )
     return Planned(
         plan,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tf_backend.plan.observe import Observation
 from tf_backend.plan.places import place_of_class, place_of_line
-from tf_backend.plan.schema import Parallel, Refusal
+from tf_backend.plan.schema import Refusal
 
 REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
 
@@ -34,20 +34,13 @@ def kind_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
         yield Refusal(f"`{name}` has no language-model head: pooling models are not served yet", "", place, REMEDY)
 
 
-def option_refusals(model: PreTrainedModel, parallel: Parallel) -> Iterator[Refusal]:
-    """What was asked for, or how the checkpoint is stored, and not what the model is."""
+def option_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
+    """How the checkpoint is stored, and not what the model is."""
     name = type(model).__name__
     place = place_of_class(type(model))
     if getattr(model.config, "quantization_config", None) is not None:
         yield Refusal(
             f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
-        )
-    if parallel.pipeline != 1:
-        yield Refusal(
-            f"`{name}` is asked for in {parallel.pipeline} pipeline stages, which is not served yet",
-            "",
-            place,
-            "Set `--pipeline-parallel-size` to 1.",
         )
 
 

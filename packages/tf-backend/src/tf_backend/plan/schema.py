@@ -153,6 +153,25 @@ class PlacementRecord(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class StagesPlan(msgspec.Struct, frozen=True):
+    """Pipeline stages: stage `r` has the decoder layers from `bounds[r]` to the one before `bounds[r + 1]`.
+
+    A layer takes its hidden state [1, tokens, width] under `argument`, a position or a name, and returns it as entry `output` of `entries`,
+    or as the whole where that is None. `after`: modules between the last layer and the head, which only the last stage has, as it has the
+    head. The embedding is the first stage's, and the last stage's too where the head is `tied` to it.
+    """
+
+    bounds: tuple[int, ...]
+    argument: int | str
+    output: int | None
+    entries: int
+    width: int
+    after: tuple[str, ...]
+    embedding: str
+    head: str
+    tied: bool
+
+
 class HeadStep(msgspec.Struct, frozen=True):
     """One elementwise step between the last hidden state and the logits: canonical op and its constants.
 
@@ -248,6 +267,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Empty on one rank."""
     experts: tuple[ExpertsPlan, ...] = ()
     """One for each sparse block."""
+    stages: StagesPlan | None = None
+    """None for one stage."""
     schema: int = SCHEMA_VERSION
 
     @property

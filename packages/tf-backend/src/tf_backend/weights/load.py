@@ -52,6 +52,7 @@ class WeightLoader:
         for rule in rules:
             self.rules.setdefault(rule.source, []).append(rule)
         self.ignorable = frozenset(ignorable)
+        self.absent: frozenset[str] = frozenset()
         self.patterns = tuple(re.compile(pattern) for pattern in ignorable_patterns)
         self.tied = dict(tied or {})
         if conversion is None:
@@ -60,6 +61,10 @@ class WeightLoader:
             conversion = Conversion({**dict.fromkeys(self.ignorable, ()), **known, **others}, base)
         self.conversion = conversion
         self.names = Names(conversion, stored)
+
+    def leave_out(self, targets: Iterable[str]) -> None:
+        """Targets that are on another pipeline stage: their tensors are checked with the rest and go nowhere."""
+        self.absent = frozenset(targets)
 
     def check(self, stored: Mapping[str, StoredTensor]) -> None:
         """Hold the headers of a checkpoint against the rules, before any tensor is read.
@@ -93,20 +98,23 @@ class WeightLoader:
             if source in seen:
                 self._check_tied(source, seen[source], name)
                 self._check_shape(self.rules[source][0], name, tuple(tensor.shape))
-                dtype = targets[self.rules[source][0].target].dtype
+                target = targets.get(self.rules[source][0].target)
+                dtype = tensor.dtype if target is None else target.dtype
                 _check_equal(source, (seen[source], name), (copies[source].to(dtype), tensor.to(dtype)))
                 del tensor
                 continue
             seen[source] = name
             for rule in self.rules[source]:
                 self._check_shape(rule, name, tuple(tensor.shape))
+                if rule.target in self.absent:
+                    continue
                 _check_type(targets[rule.target], tensor, name)
                 _copy(targets[rule.target], tensor, rule)
             if source in may_return:
                 copies[source] = tensor
             del tensor  # not held while the next one is read
         self._check_complete(seen.keys())
-        return {rule.target for rules in self.rules.values() for rule in rules}
+        return {rule.target for rules in self.rules.values() for rule in rules} - self.absent
 
     def _wanted(
         self, weights: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, object] | None = None
