@@ -78,6 +78,7 @@ class ServeRequest:
         plugins: names of vLLM plugins to load: None for all installed, () for none.
         setup: called in the child before the engine is built; not in tensor-parallel workers, which vLLM's CPU
             platform spawns afresh.
+        before: called in the child with the `vllm.LLM` before it is asked anything.
         probe: called in each worker on the loaded model; what it returns must be picklable.
         timeout: seconds for everything.
     """
@@ -93,6 +94,7 @@ class ServeRequest:
     environment: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[str, ...] | None = None
     setup: Callable[[], object] | None = None
+    before: Callable[[Any], object] | None = None
     probe: Callable[[torch.nn.Module], object] | None = None
     timeout: float = 300.0
 
@@ -231,6 +233,8 @@ def _serve_here(request: ServeRequest) -> _Answers:
         **request.llm_kwargs,
     }
     llm = LLM(**arguments)
+    if request.before is not None:
+        request.before(llm)
     runs = [_generate(llm, request, with_prompt=True)[0] for _ in range(request.runs)]
     hits: tuple[int, ...] = ()
     if request.cached:

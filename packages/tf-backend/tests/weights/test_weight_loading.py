@@ -143,6 +143,24 @@ def test_one_tensor_under_two_names() -> None:
         loader().check(stored(held))
 
 
+def test_one_parameter_in_two_places_is_filled_once() -> None:
+    rules = (*RULES, WeightRule("model.embed.weight", "lm_head.weight", None, (6, 4)))
+    shared = Sharded(torch.zeros(6, 4))
+    into = {**targets(), "model.embed.weight": shared, "lm_head.weight": shared}
+    assert WeightLoader(rules, "model").load(tensors().items(), into) == set(into)
+    assert shared.calls == [()]
+
+
+def test_a_second_checkpoint_may_have_other_names() -> None:
+    held, into = tensors(), targets()
+    twice = WeightLoader(RULES, "model", tied=TIED, stored=held)
+    twice.load(held.items(), into)
+    other = tensors("")
+    other["lm_head.weight"] = other.pop("embed.weight")
+    twice.load(other.items(), into)
+    assert torch.equal(into["model.embed.weight"], other["lm_head.weight"])
+
+
 TIED = {"lm_head.weight": "model.embed.weight"}
 
 

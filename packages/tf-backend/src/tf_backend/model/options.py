@@ -21,7 +21,7 @@ OPTIONS: dict[str, type] = {}
 
 
 def check_engine_options(vllm_config: Any) -> None:
-    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding.
+    """Refuse what is not served: quantized checkpoints, LoRA, speculative decoding, sleep mode, weights from a trainer.
 
     Raises:
         OptionRefused: names the option and what to do.
@@ -41,6 +41,7 @@ def check_engine_options(vllm_config: Any) -> None:
             "tf-backend does not serve speculative decoding yet. Leave out `--speculative-config`, or use `--model-impl vllm`."
         )
     _check_stages(vllm_config)
+    _check_weight_options(vllm_config)
     own = (vllm_config.additional_config or {}).get(KEY, {})
     unknown = sorted(set(own) - set(OPTIONS) - {"plan"}) if isinstance(own, dict) else [str(own)]
     if unknown:
@@ -60,6 +61,25 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         raise OptionRefused(
             "vLLM's CPU engine runs pipeline stages only compiled, and `--enforce-eager` is given. Leave it out, or set "
             "`--pipeline-parallel-size` to 1."
+        )
+
+
+def _check_weight_options(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    if vllm_config.model_config.enable_sleep_mode:
+        raise OptionRefused(
+            "tf-backend does not serve sleep mode yet: it is not shown that all that a model holds comes back when it wakes up. "
+            "Leave out `--enable-sleep-mode`, or use `--model-impl vllm`."
+        )
+    if vllm_config.weight_transfer_config is not None:
+        raise OptionRefused(
+            "tf-backend does not take weights from a trainer yet: they arrive in parts, and it takes whole checkpoints alone. "
+            "Leave out `--weight-transfer-config` and use `reload_weights`, or use `--model-impl vllm`."
+        )
+    if parallel.enable_expert_parallel and parallel.enable_ep_weight_filter:
+        raise OptionRefused(
+            "tf-backend reads the weights of all experts, and `--enable-ep-weight-filter` keeps those of other ranks from it. "
+            "Leave the option out."
         )
 
 

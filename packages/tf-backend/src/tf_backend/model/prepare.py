@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tf_backend import capabilities
 from tf_backend.errors import ModelRefused, OptionRefused
 from tf_backend.model.options import check_engine_options
+from tf_backend.model.remote_code import TrustedCode
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.positions import position_refusals
@@ -71,7 +72,7 @@ def prepare(vllm_config: Any) -> Prepared:
         tensor=vllm_config.parallel_config.tensor_parallel_size,
         pipeline=vllm_config.parallel_config.pipeline_parallel_size,
     )
-    model = skeleton(model_config.hf_config, model_config.dtype)
+    model = skeleton(model_config.hf_config, model_config.dtype, _trusted_code(model_config))
     known = capabilities.default()
     planned = make_plan(model, parallel, known, split=_layers_of_stages)
     refusals = (*planned.plan.refusals, *position_refusals(planned.plan, model_config.max_model_len))
@@ -84,3 +85,9 @@ def prepare(vllm_config: Any) -> Prepared:
     else:
         loader = weight_loader(planned)
     return Prepared(model, planned, parallel, loader)
+
+
+def _trusted_code(model_config: Any) -> TrustedCode | None:
+    if not model_config.trust_remote_code:
+        return None
+    return TrustedCode(model_config.model, model_config.revision, model_config.code_revision)

@@ -13,10 +13,14 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tf_backend.errors import ConfigError
+from tf_backend.model.remote_code import AUTO_CLASS, TrustedCode, remote_class
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `config.architectures` names; ConfigError when transformers has none of that name."""
+def model_class(config: PreTrainedConfig, code: TrustedCode | None = None) -> type[PreTrainedModel]:
+    """The class that `config.architectures` names, or that trusted code brings; ConfigError when there is none."""
+    own = remote_class(config, code)
+    if own is not None:
+        return own
     names: list[str] = list(getattr(config, "architectures", None) or [])
     if not names:
         raise ConfigError(
@@ -25,6 +29,11 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         )
     found: Any = getattr(transformers, names[0], None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        if getattr(config, "auto_map", None):
+            raise ConfigError(
+                f"`{names[0]}` is no architecture of transformers {transformers.__version__}, and config.json names no Python code for "
+                f"`{AUTO_CLASS}` that is trusted. Read the code that the model brings along, then give --trust-remote-code."
+            )
         raise ConfigError(
             f"transformers {transformers.__version__} has no architecture `{names[0]}`. "
             "Correct `architectures` in config.json, or install a transformers release that has it."
@@ -32,13 +41,18 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def skeleton(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, code: TrustedCode | None = None
+) -> PreTrainedModel:
     """Build the head model of `config` on meta, in evaluation mode; `config` itself is not changed.
+
+    Args:
+        code: the model's own Python code, where the user trusts it.
 
     Raises:
         ConfigError: no such architecture, or its constructor refuses the values.
     """
-    cls = model_class(config)
+    cls = model_class(config, code)
     config = copy.deepcopy(config)
     try:
         with torch.device("meta"):

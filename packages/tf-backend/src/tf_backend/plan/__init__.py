@@ -40,6 +40,9 @@ def plan_folder(
         ConfigError: there is no config, or it names a type or architecture that transformers does not have.
     """
     from tf_backend.model.config import read_config
+    from tf_backend.model.remote_code import TrustedCode
     from tf_backend.model.skeleton import skeleton
 
-    return plan(skeleton(read_config(folder, trust_remote_code=trust_remote_code)), parallel, capabilities)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    code = TrustedCode(str(folder)) if trust_remote_code else None
+    return plan(skeleton(config, code=code), parallel, capabilities)

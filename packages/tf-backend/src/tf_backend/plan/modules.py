@@ -102,7 +102,8 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     """Rules for each parameter and persistent buffer of the model as transformers saves it.
 
     A tied parameter is stored once, under the first of its names, and loaded into each place that holds it: applying a plan gives
-    every place a tensor of its own, but for a head that the engine ties to the embedding.
+    every place a tensor of its own. A head that the engine ties to the embedding has the embedding's, but for a reload of the weights,
+    where each layer is filled anew.
     """
     taken = _places_by_child(plans)
     rules: list[WeightRule] = []
@@ -110,7 +111,6 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     tensors = dict(model.named_parameters())
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
     copies = tied_copies(model)
-    shared = _shared_by_engine(plans)
     stacked = _expert_tensors(plans)
     for name, tensor in tensors.items():
         for place in (name, *copies.get(name, ())):
@@ -119,8 +119,6 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
                 rules.append(WeightRule(name, target, None, tuple(tensor.shape), experts=part))
                 continue
             owner, _, leaf = place.rpartition(".")
-            if place != name and leaf == "weight" and owner in shared:
-                continue
             for at in taken.get(owner, (_Place(owner),)):
                 target = f"{at.layer}.{leaf}" if at.layer else leaf
                 transposed = at.transposed and tensor.ndim == 2
@@ -160,12 +158,6 @@ def _expert_tensors(plans: tuple[ModulePlan, ...]) -> dict[str, tuple[str, Exper
         if isinstance(layer, ExpertsSpec)
         for tensor in layer.tensors
     }
-
-
-def _shared_by_engine(plans: tuple[ModulePlan, ...]) -> frozenset[str]:
-    """Modules whose weight the engine shares with the embedding when the plan is applied: nothing is loaded into them."""
-    heads = (layer for plan in plans for layer in plan.layers if isinstance(layer, HeadLinearSpec))
-    return frozenset(head.name for head in heads if head.tied_to is not None)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

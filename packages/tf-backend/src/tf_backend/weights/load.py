@@ -91,6 +91,7 @@ class WeightLoader:
         Raises:
             CheckpointError: as `check`; or two copies of a tied tensor differ.
         """
+        self._check_reload(targets)
         seen: dict[str, str] = {}
         copies: dict[str, torch.Tensor] = {}
         may_return = self._stored_twice()
@@ -104,17 +105,32 @@ class WeightLoader:
                 del tensor
                 continue
             seen[source] = name
-            for rule in self.rules[source]:
-                self._check_shape(rule, name, tuple(tensor.shape))
-                if rule.target in self.absent:
-                    continue
-                _check_type(targets[rule.target], tensor, name)
-                _copy(targets[rule.target], tensor, rule)
+            self._fill(self.rules[source], name, tensor, targets)
             if source in may_return:
                 copies[source] = tensor
             del tensor  # not held while the next one is read
         self._check_complete(seen.keys())
+        self.names = Names(self.conversion)  # a later load may be of another checkpoint, whose names are not known
         return {rule.target for rules in self.rules.values() for rule in rules} - self.absent
+
+    def _fill(
+        self,
+        rules: Iterable[WeightRule],
+        name: str,
+        tensor: torch.Tensor,
+        targets: Mapping[str, nn.Parameter | torch.Tensor],
+    ) -> None:
+        filled: set[tuple[object, ...]] = set()
+        for rule in rules:
+            self._check_shape(rule, name, tuple(tensor.shape))
+            if rule.target in self.absent:
+                continue
+            target = targets[rule.target]
+            _check_type(target, tensor, name)
+            part = (id(target), rule.shard, rule.rows, rule.experts)
+            if part not in filled:  # two places may hold one parameter
+                filled.add(part)
+                _copy(target, tensor, rule)
 
     def _wanted(
         self, weights: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, object] | None = None
@@ -132,6 +148,17 @@ class WeightLoader:
                     remedy=_WRONG_CONFIG,
                 )
             del tensor
+
+    def _check_reload(self, targets: Mapping[str, nn.Parameter | torch.Tensor]) -> None:
+        """vLLM puts layers on meta before it loads anew, and wraps their weight loaders; experts are not loaded by those."""
+        for rules in self.rules.values():
+            for rule in rules:
+                if rule.experts is not None and rule.target not in self.absent and targets[rule.target].is_meta:
+                    raise CheckpointError(
+                        "weights are loaded anew into a model whose experts vLLM runs, which is not served yet",
+                        tensor=rule.source,
+                        remedy="Start the engine again with the other weights.",
+                    )
 
     def _stored_twice(self) -> Set[str]:
         """Tied tensors of which a second copy may arrive: of those alone the first must be held."""
