@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 _BLOCKS = 8
 _ENVIRONMENT = {
@@ -76,19 +77,20 @@ def load_here(folder: Path, implementation: str) -> str:
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     torch.set_num_threads(1)
     spent = 0.0
-    load_model = GPUModelRunner.load_model
+    load_model = BaseModelLoader.load_model
 
-    def timed(self: GPUModelRunner, *args: object, **kwargs: object) -> None:
+    def timed(self: BaseModelLoader, *args: Any, **kwargs: Any) -> Any:
         nonlocal spent
         started = time.perf_counter()
-        load_model(self, *args, **kwargs)  # type: ignore[arg-type]
-        spent = time.perf_counter() - started
+        model = load_model(self, *args, **kwargs)
+        spent += time.perf_counter() - started
+        return model
 
-    GPUModelRunner.load_model = timed  # type: ignore[assignment,method-assign]
+    BaseModelLoader.load_model = timed  # type: ignore[method-assign]
     baseline = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     started = time.perf_counter()
