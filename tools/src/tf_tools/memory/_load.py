@@ -90,7 +90,7 @@ def load_here(folder: Path, implementation: str) -> str:
         spent += time.perf_counter() - started
         return model
 
-    BaseModelLoader.load_model = timed  # type: ignore[method-assign]
+    BaseModelLoader.load_model = timed
     baseline = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     started = time.perf_counter()
