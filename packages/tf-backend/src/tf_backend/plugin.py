@@ -12,6 +12,12 @@ from typing import Any
 from tf_backend.errors import OptionRefused
 from tf_backend.names import REFUSED, SERVED
 
+AUTO = "TF_BACKEND_AUTO"
+"""Environment variable: `0` leaves to vLLM's own backend what `--model-impl auto` sends there by itself.
+
+The engine's config, where our other options are, is not known when models are registered.
+"""
+
 
 def register() -> None:
     """Register our classes over vLLM's own names. Safe to call again."""
@@ -25,9 +31,22 @@ def register() -> None:
         ModelRegistry.register_model(name, getattr(served, name))
     for name in REFUSED:
         ModelRegistry.register_model(name, served.refusing_class(name))
+    if not takes_auto():
+        return
     for architecture, name in _sent_by_architecture().items():
         target = getattr(served, name) if name in SERVED else served.refusing_class(name)
         ModelRegistry.register_model(architecture, target)
+
+
+def takes_auto() -> bool:
+    """Whether architectures that vLLM sends to its transformers backend by name are ours; OptionRefused for a value of no meaning."""
+    value = os.environ.get(AUTO, "1")
+    if value not in {"0", "1"}:
+        raise OptionRefused(
+            f"{AUTO} is {value!r}, expected 1, or 0 to leave the architectures that vLLM serves through its transformers backend by "
+            "itself to that backend."
+        )
+    return value == "1"
 
 
 def check_registered() -> None:

@@ -24,6 +24,8 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 
 from tf_backend.plan.masks import MaskKind, classify
 from tf_backend.plan.mixing import Mixing, MixingDetector
+from tf_backend.plan.position_rows import PositionFollower
+from tf_backend.plan.schema import PositionRows
 
 OBSERVER = "tf_backend_observe"
 """Name under which the observing attention function is registered with transformers."""
@@ -92,6 +94,7 @@ class Observation:
     attention: list[AttentionCall] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
     failure: Failure | None = None
+    position_rows: tuple[PositionRows, ...] = ()
 
 
 def is_modeling_code(file: str) -> bool:
@@ -147,13 +150,16 @@ class _Observer:
 
     def run(self) -> Observation:
         tokens = torch.zeros((1, self.seen.tokens), dtype=torch.long, device="meta")
+        positions = tokens.clone()
+        follower = PositionFollower(positions, self._current)
         with self._hooked(), observing(self.model, self._attention, self._mask), torch.no_grad():
             try:
-                with self.detector:
-                    self.model(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
+                with follower, self.detector:  # what the follower computes is not the model's
+                    self.model(input_ids=tokens, position_ids=positions, use_cache=False)
             except Exception as error:  # the model's own failure is the answer, not ours to raise
                 self.seen.failure = self._failure(error)
             self.seen.mixing = self.detector.found
+            self.seen.position_rows = tuple(follower.found.values())
         return self.seen
 
     def _current(self) -> str:

@@ -130,6 +130,7 @@ def _plan(
         placement=placed.records,
         experts=tuple(experts.plans),
         stages=stages,
+        position_rows=seen.position_rows,
     )
     return Planned(
         plan,

@@ -90,6 +90,15 @@ def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
 
 def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
     """Tables that do not reach as far as the engine is asked for."""
+    for table in plan.position_rows:
+        if longest > table.end:
+            yield Refusal(
+                f"`{table.module}` looks up a table of {table.rows} rows by position, which has one for the first {table.end} positions, "
+                f"and the engine is asked for up to {longest}",
+                table.module,
+                None,
+                f"Set `--max-model-len {table.end}` or less.",
+            )
     for module in plan.modules:
         for spec in module.layers:
             if isinstance(spec, PositionTableSpec) and spec.beyond == "another" and longest > spec.constant_below:

@@ -153,6 +153,14 @@ class PlacementRecord(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
+class PositionRows(msgspec.Struct, frozen=True):
+    """A table that `module` looks up by position: it has `rows`, and `end` is the first position for which there is none."""
+
+    module: str
+    rows: int
+    end: int
+
+
 class StagesPlan(msgspec.Struct, frozen=True):
     """Pipeline stages: stage `r` has the decoder layers from `bounds[r]` to the one before `bounds[r + 1]`.
 
@@ -269,6 +277,8 @@ class Plan(msgspec.Struct, frozen=True):
     """One for each sparse block."""
     stages: StagesPlan | None = None
     """None for one stage."""
+    position_rows: tuple[PositionRows, ...] = ()
+    """Learned position embeddings, and whatever else is looked up by position."""
     schema: int = SCHEMA_VERSION
 
     @property
