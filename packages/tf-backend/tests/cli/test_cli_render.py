@@ -93,6 +93,7 @@ def test_placement_is_shown_with_its_reason_and_cost() -> None:
     provenance = Provenance("A", "a", "0", "5", "2", {}, "cpu", "0", Parallel(tensor=2))
     plan = Plan(provenance, "model", "model.layers", (), (), (), None, (), ())
     record = PlacementRecord("SomeMLP", "replicated", 3, "`norm` is a norm over all the features", 147456)
+    other = PlacementRecord("SomeAttention", "split", 3, "", 5120, ("`a_proj`: whole on every rank",))
 
     def shown(of: Plan) -> str:
         console = Console(file=io.StringIO(), width=200)
@@ -101,7 +102,8 @@ def test_placement_is_shown_with_its_reason_and_cost() -> None:
         return console.file.getvalue()
 
     assert "Placement" not in shown(plan)
-    text = shown(msgspec.structs.replace(plan, placement=(record,)))
+    text = shown(msgspec.structs.replace(plan, placement=(record, other)))
     assert "Placement over 2 ranks" in text
     assert "SomeMLP" in text
     assert "147,456 parameters on every rank" in text
+    assert "`a_proj`: whole on every rank; 5,120 parameters on every rank" in text

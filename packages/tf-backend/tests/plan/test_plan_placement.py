@@ -295,24 +295,6 @@ def test_calls_that_take_heads_of_other_ranks_are_refused() -> None:
     assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason
 
 
-HEADS_SPELLED = {
-    "stablelm": "model.layers.0.self_attn",
-    "opt": "model.decoder.layers.0.self_attn",
-    "persimmon": "model.layers.0.self_attn",
-}
-
-
-@pytest.mark.parametrize("name", HEADS_SPELLED)
-def test_sizes_spelled_in_a_forward_are_those_of_a_rank(name: str) -> None:
-    sizes = {"opt": {"ffn_dim": 192, "word_embed_proj_dim": 128}, "stablelm": {"num_key_value_heads": 2}}
-    found = planned(name, 2, **sizes.get(name, {}))
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    (attention,) = [module for module in found.modules if module.name == HEADS_SPELLED[name]]
-    local = {size.name: (size.whole, size.local) for size in attention.sizes}
-    kv = {"num_key_value_heads": (2, 1)} if name == "stablelm" else {}
-    assert local == {"num_heads": (4, 2), **kv}
-
-
 def test_low_rank_projections_stay_whole() -> None:
     latent = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
     found = planned("minicpm3", 2, num_key_value_heads=4, **latent)
@@ -342,3 +324,84 @@ def test_a_weight_for_each_head_is_split_with_the_heads() -> None:
         "q_norm.weight": (0, 2),
         "k_norm.weight": (0, 2),
     }
+
+
+class RepeatsOneHead(nn.Module):
+    """One rotary part for all heads, as latent attention has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.second = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.first(x).view(1, 5, -1, 2)
+        part = x[:, :, None, :2].expand(1, 5, heads.shape[2], 2)
+        return self.second(torch.cat((heads, part), dim=-1).reshape(1, 5, -1))
+
+
+def test_a_whole_value_is_repeated_for_the_heads_of_a_rank() -> None:
+    assert placed(RepeatsOneHead()).row == {"second"}
+
+
+class SumsWhatSeveralHold(nn.Module):
+    """Key-value heads that go straight into the output projection: several ranks would add the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = nn.Linear(HIDDEN, 4)
+        self.out = nn.Linear(4, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.kv(x)))
+
+
+def test_what_several_ranks_hold_is_not_summed_over_them() -> None:
+    traced = fx_match.trace(SumsWhatSeveralHold().to("meta"), (torch.empty(1, 5, HIDDEN, device="meta"),))
+    with pytest.raises(Unplaced, match="would sum over ranks what several of them hold"):
+        place(traced, 4, (), {"kv": (Part(0, 4, 2),)})
+
+
+def test_transformers_own_plan_is_told_where_numbers_would_differ() -> None:
+    config = build_model("phi3").config
+    config.architectures = ["Phi3ForCausalLM"]
+    assert all(record.notes == () for record in plan(skeleton(config), Parallel(tensor=2)).placement)
+    config.base_model_tp_plan = {
+        "layers.*.self_attn.qkv_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.down_proj": "colwise",
+    }
+    found = {record.cls: record.notes for record in plan(skeleton(config), Parallel(tensor=2)).placement}
+    assert found == {
+        "Phi3Attention": (
+            "`qkv_proj`: transformers' own plan (`colwise`) splits its outputs; the graph shows that the outputs of each of its "
+            "projections are to be split",
+        ),
+        "Phi3MLP": (
+            "`down_proj`: transformers' own plan (`colwise`) splits its outputs; the graph shows that its inputs are to be split",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["gemma4_text"])
+def test_projections_that_are_not_merged_are_repeated_too(name: str) -> None:
+    sizes = {
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "vocab_size_per_layer_input": 384,
+        "hidden_size_per_layer_input": 32,
+    }
+    found = planned(
+        name, 4, layer_types=["sliding_attention", "full_attention"], rope_parameters=None, pad_token_id=0, **sizes
+    )
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    linears = layers_of(found, LinearSpec)
+    key, query = (linears[f"model.layers.0.self_attn.{part}_proj"] for part in "kq")
+    assert isinstance(key, LinearSpec)
+    assert isinstance(query, LinearSpec)
+    assert (key.style, key.runs, key.copies) == ("column", 2, 2)
+    assert (query.style, query.runs, query.copies) == ("column", None, 1)
+    rules = {rule.source: (rule.runs, rule.copies) for rule in found.weights}
+    assert rules["model.layers.0.self_attn.k_proj.weight"] == (2, 2)
+    assert rules["model.layers.0.self_attn.q_proj.weight"] == (1, 1)

@@ -31,7 +31,8 @@ class Source(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults
 class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
     """``y = x W^T + b`` in place of a child: `style` says how it is laid over ranks.
 
-    `transposed`: the child keeps W^T, [in, out], as transformers' `Conv1D` does.
+    `transposed`: the child keeps W^T, [in, out], as transformers' `Conv1D` does. `runs` and `copies`: of a column split, how many runs of
+    outputs there are where ranks outnumber them, and on how many ranks each of them is.
     """
 
     name: str
@@ -40,6 +41,8 @@ class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
     bias: bool
     style: Style = "replicated"
     transposed: bool = False
+    runs: int | None = None
+    copies: int = 1
 
 
 class MergedLinearSpec(msgspec.Struct, frozen=True, tag="merged_linear"):

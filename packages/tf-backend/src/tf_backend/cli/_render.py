@@ -141,7 +141,8 @@ def _placement(console: Console, plan: Plan) -> None:
         return
     table = _table(f"Placement over {plan.provenance.parallel.tensor} ranks", "class", "placement", "count", "reason")
     for record in plan.placement:
-        reason = f"{record.reason}; {record.replicated_parameters:,} parameters on every rank" if record.reason else ""
+        whole = f"{record.replicated_parameters:,} parameters on every rank" if record.replicated_parameters else ""
+        reason = "; ".join(part for part in (record.reason, *record.notes, whole) if part)
         table.add_row(record.cls, record.placement, str(record.count), reason)
     console.print(table)
 

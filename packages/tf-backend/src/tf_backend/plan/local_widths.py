@@ -46,8 +46,9 @@ def check_at_local_widths(
         local._modules.update({holder_name(at): nn.Module() for at in range(calls)})
     for size in sizes:
         local.__dict__[size.name] = size.local
+    given, given_locally = ((_fresh(call.args), _fresh(call.kwargs)) for _ in range(2))
     try:
-        expected, found = module(*call.args, **call.kwargs), local(*call.args, **call.kwargs)
+        expected, found = module(*given[0], **given[1]), local(*given_locally[0], **given_locally[1])
     except Exception as error:  # whatever the model's own code raises, it does not run at these widths
         first = str(error).split("\n", 1)[0]
         raise Unplaced(
@@ -55,6 +56,8 @@ def check_at_local_widths(
         ) from error
     if _shapes(expected) != _shapes(found):
         raise Unplaced("it returns other shapes at the widths of one rank")
+    if _shapes(given) != _shapes(given_locally):
+        raise Unplaced("it leaves a value that would be split in what it was called with, where others read it")
 
 
 def local_attributes(
@@ -235,6 +238,13 @@ def _meta_linear(in_features: int, out_features: int, like: nn.Module | None) ->
     weight = getattr(like, "weight", None)
     dtype = weight.dtype if isinstance(weight, torch.Tensor) else None
     return nn.Linear(in_features, out_features, getattr(like, "bias", None) is not None, device="meta", dtype=dtype)
+
+
+def _fresh(value: Any) -> Any:
+    """The containers anew, so that what a forward leaves in them can be told; tensors and other objects as they are."""
+    if type(value) in (tuple, list):
+        return type(value)(_fresh(item) for item in value)
+    return {key: _fresh(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _shapes(value: Any) -> Any:

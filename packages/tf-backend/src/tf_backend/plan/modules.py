@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import moe_runner
+import msgspec
 from moe_runner import ExpertsSpec, ExpertTensor
 from torch import nn
 from transformers import PreTrainedModel
@@ -122,17 +123,20 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
             for at in taken.get(owner, (_Place(owner),)):
                 target = f"{at.layer}.{leaf}" if at.layer else leaf
                 transposed = at.transposed and tensor.ndim == 2
-                rules.append(WeightRule(name, target, at.shard, tuple(tensor.shape), at.rows, transposed))
+                rule = WeightRule(name, target, at.shard, tuple(tensor.shape), at.rows, transposed)
+                rules.append(msgspec.structs.replace(rule, runs=at.runs, copies=at.copies))
     return tuple(rules)
 
 
 class _Place(NamedTuple):
-    """Where the tensors of a child go: the layer, which shard of it, and which rows they are."""
+    """Where the tensors of a child go: the layer, which shard of it, which rows they are, and how often each run of them is loaded."""
 
     layer: str
     shard: str | int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    runs: int = 1
+    copies: int = 1
 
 
 def _places_by_child(plans: tuple[ModulePlan, ...]) -> dict[str, list[_Place]]:
@@ -144,8 +148,9 @@ def _places_by_child(plans: tuple[ModulePlan, ...]) -> dict[str, list[_Place]]:
                 for source in layer.sources:
                     place = _Place(f"{plan.name}.{layer.name}", source.shard, source.rows, source.transposed)
                     places.setdefault(f"{plan.name}.{source.child}", []).append(place)
-            elif isinstance(layer, LinearSpec) and layer.transposed and plan.action == "replace":
-                places[plan.name] = [_Place(plan.name, transposed=True)]
+            elif isinstance(layer, LinearSpec) and plan.action == "replace" and (layer.transposed or layer.runs):
+                runs = layer.runs or 1
+                places[plan.name] = [_Place(plan.name, transposed=layer.transposed, runs=runs, copies=layer.copies)]
     return places
 
 

@@ -124,7 +124,7 @@ def _plan(
         modules=placed.modules,
         attention=attention,
         head=head,
-        weights=plan_weights(model, modules),
+        weights=plan_weights(model, placed.modules),
         buffers=non_persistent_buffers(model),
         refusals=tuple(refusals),
         placement=placed.records,

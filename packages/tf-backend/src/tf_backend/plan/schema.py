@@ -203,7 +203,8 @@ class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """One checkpoint tensor, or some rows of it: where it goes, which shard it is, and the shape that the whole must have.
 
     `transposed`: its two axes are swapped before anything else, `rows` included. `experts`: what it holds of experts, which are loaded one
-    by one.
+    by one. `runs` and `copies`: each of `runs` equal runs of its first axis is loaded `copies` times, side by side, for ranks that
+    outnumber them.
     """
 
     source: str
@@ -213,6 +214,8 @@ class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: tuple[int, int] | None = None
     transposed: bool = False
     experts: ExpertTensor | None = None
+    runs: int = 1
+    copies: int = 1
 
 
 class Refusal(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ from tf_backend.plan.observe import ModuleCall, Observation
 from tf_backend.plan.placement import Part, Styles, Unplaced, linear_sizes, place
 from tf_backend.plan.places import place_of_class
 from tf_backend.plan.schema import LocalAttribute, ModulePlan, ParameterShard, PlacementRecord, Refusal
+from tf_backend.plan.shipped_plan import shipped_plan_notes
 from tf_backend.plan.variants import VariantTable
 
 
@@ -83,8 +84,8 @@ def place_modules(
         found = known[key]
         cls = type(module).__name__
         if isinstance(found, _Split):
-            _apply(replaced, by_name, plan, found, linears)
-            _count(records, cls, "split", "", _whole_parameters(module, found.styles), _notes(found.styles))
+            _apply(replaced, by_name, plan, found, linears, ranks)
+            _count(records, cls, "split", "", _whole_parameters(module, found.styles), _notes(found.styles, ranks))
             continue
         if specs:
             refusals.setdefault(cls, _refusal(type(module), plan.name, ranks, found))
@@ -100,7 +101,23 @@ def place_modules(
                 owner, name, ranks, "none of its projections is a linear that can be split"
             )
     result = tuple(replaced.get(plan.name, plan) for plan in modules)
-    return Placed(result, tuple(records.values()), tuple(refusals.values()))
+    return Placed(result, _with_shipped(model, result, records), tuple(refusals.values()))
+
+
+def _with_shipped(
+    model: PreTrainedModel, modules: tuple[ModulePlan, ...], records: Mapping[tuple[str, str], PlacementRecord]
+) -> tuple[PlacementRecord, ...]:
+    """The records, with what transformers' own plan says otherwise."""
+    notes: dict[str, tuple[str, ...]] = {}
+    for owner, found in shipped_plan_notes(model, modules).items():
+        cls = type(model.get_submodule(owner)).__name__
+        notes[cls] = tuple(dict.fromkeys((*notes.get(cls, ()), *found)))
+    return tuple(
+        msgspec.structs.replace(record, notes=(*record.notes, *notes.get(record.cls, ())))
+        if record.placement == "split"
+        else record
+        for record in records.values()
+    )
 
 
 def _is_norm(plan: ModulePlan | None) -> bool:
@@ -159,6 +176,7 @@ def _apply(
     plan: ModulePlan,
     found: _Split,
     linears: Mapping[str, tuple[int, int]],
+    ranks: int,
 ) -> None:
     """The plans of a module that is split and of those of its children that change with it."""
     styles = found.styles
@@ -166,7 +184,15 @@ def _apply(
     replaced[plan.name] = msgspec.structs.replace(plan, sizes=found.sizes, shards=shards)
     for name in linears:
         style: Style = "column" if name in styles.column else "row" if name in styles.row else "replicated"
-        _replace_layer(replaced, by_name.get(f"{plan.name}.{name}"), LinearSpec, style=style)
+        pieces = styles.pieces.get(name, ranks)
+        _replace_layer(
+            replaced,
+            by_name.get(f"{plan.name}.{name}"),
+            LinearSpec,
+            style=style,
+            runs=pieces if pieces < ranks else None,
+            copies=ranks // pieces,
+        )
     for name, pieces in styles.norms.items():
         _replace_layer(replaced, by_name.get(f"{plan.name}.{name}"), RMSNormSpec, pieces=pieces)
 
@@ -210,8 +236,11 @@ def _whole_parameters(module: nn.Module, styles: Styles) -> int:
     return sum(p.numel() for name in styles.whole for p in module.get_submodule(name).parameters())
 
 
-def _notes(styles: Styles) -> tuple[str, ...]:
+def _notes(styles: Styles, ranks: int) -> tuple[str, ...]:
     notes = []
+    few = sorted(name for name, pieces in styles.pieces.items() if pieces < ranks)
+    if few:
+        notes.append(f"{', '.join(f'`{name}`' for name in few)}: each piece on several ranks")
     if styles.whole:
         names = ", ".join(f"`{name}`" for name in sorted(styles.whole))
         notes.append(f"{names}: whole on every rank")

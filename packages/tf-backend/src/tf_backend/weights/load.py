@@ -237,7 +237,12 @@ def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: Weigh
 
 
 def _part(tensor: torch.Tensor, rule: WeightRule) -> torch.Tensor:
-    """What of a checkpoint tensor goes to the target, in the target's layout; a view."""
+    """What of a checkpoint tensor goes to the target, in the target's layout; a view, but for runs that several ranks hold."""
     if rule.transposed:
         tensor = tensor.t()
-    return tensor if rule.rows is None else tensor[rule.rows[0] : rule.rows[1]]
+    if rule.rows is not None:
+        tensor = tensor[rule.rows[0] : rule.rows[1]]
+    if rule.copies > 1:
+        runs = tensor.reshape(rule.runs, -1, *tensor.shape[1:])
+        tensor = runs.repeat_interleave(rule.copies, 0).flatten(0, 1)
+    return tensor

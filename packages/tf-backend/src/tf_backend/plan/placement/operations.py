@@ -85,15 +85,20 @@ def _only(scene: Scene, node: fx.Node, name: str) -> fx.Node:
     return first
 
 
-def _elementwise(scene: Scene, node: fx.Node) -> Shards:
+def _elementwise(scene: Scene, node: fx.Node) -> State:
     """Operands broadcast against each other from the last axis: what is not split must have one entry along the split axis."""
     value = scene.tensor(node)
-    sharded = {source: state for source in node.all_input_nodes if (state := scene.shards(source)) is not None}
+    sources = (
+        node.all_input_nodes[:1] if canonical(node) in CASTS else node.all_input_nodes
+    )  # the other gives its type alone
+    sharded = {source: state for source in sources if (state := scene.shards(source)) is not None}
     found = {Shards(value.ndim - scene.tensor(s).ndim + state.axis, state.pieces) for s, state in sharded.items()}
-    if len(found) != 1:
+    if len(found) > 1:
         raise Unplaced(f"`{node.name}` combines values that would be split in different ways")
+    if not found:
+        return None
     (result,) = found
-    for source in node.all_input_nodes:
+    for source in sources:
         other = scene.trace.value(source)
         if source in sharded or not isinstance(other, torch.Tensor):
             continue

@@ -1,7 +1,7 @@
 """Which linears of a module are split: all that read a whole input, or, where that leads nowhere, as few less as will do.
 
-In: the trace of a module. Out: styles, at the least weight that every rank holds whole. Where a walk is blocked, one of the linears that
-led there must stay whole; the candidates are tried in the order of what they cost.
+In: the trace of a module. Out: styles, at the least weight that several ranks hold. Where a walk is blocked, one of the linears that led
+there must be split into as many pieces as there are key-value heads, or stay whole; candidates are tried in the order of what they cost.
 """
 
 from __future__ import annotations
@@ -39,27 +39,37 @@ def place(
     if not trace.complete:
         raise Unplaced("its forward could not be followed to the end")
     merged = merged or {}
-    queue: list[tuple[int, int, frozenset[str]]] = [(0, 0, frozenset())]
-    seen: set[frozenset[str]] = {frozenset()}
+    numbers = {1, *(kv_heads for _, kv_heads in heads if ranks % kv_heads == 0 and kv_heads < ranks)}
+    queue: list[tuple[int, int, _Choice]] = [(0, 0, frozenset())]
+    seen: set[_Choice] = {frozenset()}
     first: Unplaced | None = None
     for _ in range(_TRIES):
         if not queue:
             break
-        cost, _, whole = heapq.heappop(queue)
+        _, _, choice = heapq.heappop(queue)
+        fewer = dict(choice)
         try:
-            return Walk(trace, ranks, heads, merged, is_norm, whole).run()
+            return Walk(trace, ranks, heads, merged, is_norm, fewer).run()
         except Blocked as problem:
             first = first or problem
             for name in sorted(problem.linears - merged.keys()):
-                more = whole | {name}
-                if more not in seen:
-                    seen.add(more)
-                    heapq.heappush(queue, (cost + _weight(trace, name), len(seen), more))
+                for pieces in numbers - {fewer.get(name)}:
+                    more = frozenset({**fewer, name: pieces}.items())
+                    if pieces < fewer.get(name, ranks) and more not in seen:
+                        seen.add(more)
+                        heapq.heappush(queue, (_cost(trace, more, ranks), len(seen), more))
     assert first is not None
     raise first
 
 
-def _weight(trace: Trace, name: str) -> int:
-    sizes = linear_sizes(trace.module.get_submodule(name))
-    assert sizes is not None
-    return sizes[0] * sizes[1]
+_Choice = frozenset[tuple[str, int]]
+
+
+def _cost(trace: Trace, choice: _Choice, ranks: int) -> int:
+    """Weight that a rank holds beyond its share."""
+    cost = 0
+    for name, pieces in choice:
+        sizes = linear_sizes(trace.module.get_submodule(name))
+        assert sizes is not None
+        cost += sizes[0] * sizes[1] // pieces - sizes[0] * sizes[1] // ranks
+    return cost

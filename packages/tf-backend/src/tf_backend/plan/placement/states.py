@@ -85,6 +85,7 @@ class Styles:
     """How a module is split, by names of its children.
 
     column, row, whole: linears split on outputs, on inputs, or not at all.
+    pieces: for each linear split on outputs that no merged layer takes, into how many pieces.
     norms: norms whose mean is taken over ranks, with the number of pieces.
     parameters: its own, and those of its children by path, of which a rank holds a run.
     spelled: sizes that the forward gives as numbers and that are smaller on a rank.
@@ -93,6 +94,7 @@ class Styles:
     column: frozenset[str]
     row: frozenset[str]
     whole: frozenset[str]
+    pieces: dict[str, int]
     norms: dict[str, int]
     parameters: dict[str, OwnShard]
     spelled: tuple[Spelled, ...]
@@ -106,6 +108,7 @@ class Found:
     column: set[str] = field(default_factory=set)
     row: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
+    pieces: dict[str, int] = field(default_factory=dict)
     norms: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, OwnShard] = field(default_factory=dict)
     spelled: list[Spelled] = field(default_factory=list)

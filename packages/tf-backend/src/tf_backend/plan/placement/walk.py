@@ -1,7 +1,7 @@
 """One walk through the graph of a module: states of its values, styles of its linears.
 
-In: a trace, the linears that are to stay whole. Out: what was found, or `Blocked` with the reason and the linears that led to it.
-Projections of a whole input are split on outputs; a linear that takes split features is split on inputs and sums over ranks.
+In: a trace, the linears that are to be split less or not at all. Out: what was found, or `Blocked` with the reason and the linears that
+led to it. Projections of a whole input are split on outputs; a linear that takes split features is split on inputs and sums over ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Walk:
         heads: query heads and key-value heads of each call of attention, in order.
         merged: for each child that a merged layer takes, in whole or in parts, the columns of the parts.
         is_norm: whether a child becomes a root-mean-square norm of ours, which can take its mean over ranks.
-        whole: linears that are not to be split on outputs.
+        fewer: linears that are to be split on outputs into fewer pieces than there are ranks, or, in one piece, not at all.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Walk:
         heads: Sequence[tuple[int, int]],
         merged: Mapping[str, tuple[Part, ...]],
         is_norm: Callable[[str], bool],
-        whole: frozenset[str],
+        fewer: Mapping[str, int],
     ) -> None:
         self.ranks = ranks
         self.heads = tuple(heads)
         self.merged = merged
         self.is_norm = is_norm
-        self.stays_whole = whole
+        self.fewer = fewer
         self.found = Found()
         self.calls = 0
         self.scene = Scene(trace, ranks, self.found)
@@ -89,6 +89,7 @@ class Walk:
             frozenset(found.column),
             frozenset(found.row),
             frozenset(found.whole),
+            found.pieces,
             found.norms,
             found.parameters,
             tuple(found.spelled),
@@ -186,7 +187,7 @@ class Walk:
         if any(isinstance(state, Packed) for state in states):
             raise Unplaced(f"`{name}` takes several projections at once, which would each be split")
         sizes = linear_sizes(child)
-        if sizes is not None and len(states) == 1 and not scene.prefix:
+        if sizes is not None and len(states) == 1 and not scene.prefix and "." not in name:
             return self._linear(scene, node, name, sizes, states[0])
         if not any(state is not None for state in states):
             return None
@@ -215,7 +216,8 @@ class Walk:
         return None
 
     def _projection(self, name: str, out_features: int, last: int) -> State:
-        if name in self.stays_whole:
+        pieces = self.fewer.get(name, self.ranks)
+        if pieces == 1:
             self.found.whole.add(name)
             return None
         self.found.column.add(name)
@@ -223,9 +225,10 @@ class Walk:
         if parts is not None:
             is_one = len(parts) == 1 and (parts[0].start, parts[0].stop) == (0, out_features)
             return shards(last, parts[0].pieces) if is_one else Packed(parts)
-        if out_features % self.ranks:
-            raise Unplaced(f"`{name}` gives {out_features} features, which {self.ranks} ranks do not divide")
-        return Shards(last, self.ranks)
+        if out_features % pieces:
+            raise Unplaced(f"`{name}` gives {out_features} features, which {pieces} ranks do not divide")
+        self.found.pieces[name] = pieces
+        return Shards(last, pieces)
 
     def _child(self, scene: Scene, node: fx.Node, name: str, child: nn.Module) -> State:
         """A child that takes split tensors: an activation, a norm, or whatever its own graph shows."""
