@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
@@ -62,7 +63,7 @@ def load_reference(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTr
         ReferenceError: a weight is missing, unexpected or of another shape: transformers would only warn.
     """
     disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(
+    loaded = _class_of(folder).from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager",
@@ -75,6 +76,13 @@ def load_reference(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTr
     if faults:
         raise ReferenceError(f"{folder} does not hold the weights of {type(model).__name__}: {faults}")
     return model.eval()
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that the checkpoint's config names; transformers' own choice where it names none."""
+    config = folder / "config.json"
+    names = json.loads(config.read_text()).get("architectures") if config.is_file() else None
+    return getattr(transformers, names[0], AutoModelForCausalLM) if names else AutoModelForCausalLM
 
 
 @torch.no_grad()

@@ -112,3 +112,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, made: Made) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionRefused, match="cannot be"):
         Results(tmp_path / "file" / "results.jsonl", made)
+
+
+def test_a_crash_in_one_role_does_not_take_the_others_along(
+    levels: dict[str, Any], results: Results, platform: Capabilities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepared(level: str, capabilities: Capabilities) -> Any:
+        def job(entry: Entry) -> PlanFacts:
+            if entry.kind == "classification":
+                os._exit(9)
+            return PlanFacts("refused", str(os.getpid()))
+
+        return job
+
+    monkeypatch.setattr(run, "_prepared", prepared)
+    rows = {row.name: row for row in run.find_out(select(["bert", "albert"]), ("plan",), results, platform)}
+    assert {name: row.status for name, row in rows.items()} == {
+        "causal/bert": "refused",
+        "encoder/albert": "refused",
+        "encoder/bert": "refused",
+        "embedding/albert": "refused",
+        "embedding/bert": "refused",
+        "classification/albert": "failed",
+        "classification/bert": "failed",
+    }
+    del levels

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from tf_backend.capabilities import Capabilities
-from tf_backend.zoo.forks import run_forked
+from tf_backend.zoo.forks import Outcome, run_forked
 from tf_backend.zoo.results import Results
 from tf_backend.zoo.rows import LEVELS, Level, PlanFacts, Row, Verdict, make_row
 from tf_backend.zoo.types import Entry
@@ -68,17 +68,27 @@ def find_out(
         if not missing:
             continue
         job = _prepared(level, capabilities)
-        jobs = ((entry.name, partial(_encoded, job, entry)) for entry in missing)
         side_by_side = 1 if level == "serve" else at_once or cores
-        for outcome in run_forked(jobs, at_once=side_by_side, timeout=timeout or TIME_LIMITS[level]):
-            found: PlanFacts | Verdict
-            if level == "plan":
-                found = _decoded(outcome.value, PlanFacts) or PlanFacts("failed", outcome.failure)
-            else:
-                found = _decoded(outcome.value, Verdict) or Verdict("failed", outcome.failure)
-            results.add(outcome.name, level, found, outcome.seconds)
-            watch.done(outcome.name, found.status)
+        limit = timeout or TIME_LIMITS[level]
+        for together in (_by_type(missing), [[entry] for entry in missing]):
+            # Roles of one type share an import. Where a process that looks at several ends badly, each has one of its own.
+            groups = {group[0].name: group for group in together if _is_wanted(group[-1], level, results)}
+            jobs = ((name, partial(_encoded, job, group)) for name, group in groups.items())
+            for outcome in run_forked(jobs, at_once=side_by_side, timeout=limit):
+                group = groups[outcome.name]
+                if outcome.failure and len(group) > 1:
+                    continue
+                for entry, found in zip(group, _decoded(outcome, level), strict=True):
+                    results.add(entry.name, level, found, outcome.seconds / len(group))
+                    watch.done(entry.name, found.status)
     return tuple(rows(entries, results))
+
+
+def _by_type(entries: Sequence[Entry]) -> list[list[Entry]]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.model_type, []).append(entry)
+    return list(groups.values())
 
 
 def rows(entries: Sequence[Entry], results: Results) -> Iterator[Row]:
@@ -120,9 +130,16 @@ def _prepared(level: Level, capabilities: Capabilities) -> Callable[[Entry], Pla
     return partial(serve_verdict, oracle())
 
 
-def _encoded(job: Callable[[Entry], PlanFacts | Verdict], entry: Entry) -> bytes:
-    return msgspec.json.encode(job(entry))
+def _encoded(job: Callable[[Entry], PlanFacts | Verdict], entries: Sequence[Entry]) -> bytes:
+    return msgspec.json.encode([job(entry) for entry in entries])
 
 
-def _decoded(data: bytes, kind: type[PlanFacts] | type[Verdict]) -> PlanFacts | Verdict | None:
-    return msgspec.json.decode(data, type=kind) if data else None
+def _decoded(outcome: Outcome, level: Level) -> Sequence[PlanFacts | Verdict]:
+    """What a job found for each entry; of one entry, how it failed."""
+    if level == "plan":
+        if outcome.failure:
+            return [PlanFacts("failed", outcome.failure)]
+        return msgspec.json.decode(outcome.value, type=list[PlanFacts])
+    if outcome.failure:
+        return [Verdict("failed", outcome.failure)]
+    return msgspec.json.decode(outcome.value, type=list[Verdict])

@@ -94,19 +94,21 @@ EPS_VALUE = 0.2
 ROPE_THETA = 500.0
 
 _ROPE = {"rope_type": "default", "rope_theta": ROPE_THETA}
+_SECTIONS = {**_ROPE, "mrope_section": [6, 6, 4]}
 
 EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 32},
     "blt": {"vocab_size": 260},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+        "rope_parameters": {"sliding_attention": _SECTIONS, "full_attention": _SECTIONS},
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": ROPE_THETA},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "ernie4_5_vl_moe_text": {"rope_parameters": _SECTIONS},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_d_head": 32},
     "gemma3n_text": {"num_kv_shared_layers": 0},
