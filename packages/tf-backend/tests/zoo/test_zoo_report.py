@@ -112,6 +112,8 @@ def test_other_versions_cannot_be_compared() -> None:
 def test_a_verdict_of_the_engine_is_kept_while_the_plan_stays() -> None:
     planned = msgspec.structs.replace(ROWS[0], status="served", level="plan", numbers="", serve="")
     assert record._carried(planned, ROWS[0]) == ROWS[0]
+    elsewhere = msgspec.structs.replace(planned, tensor_2="refused: no")
+    assert record._carried(elsewhere, ROWS[0]) == msgspec.structs.replace(ROWS[0], tensor_2="refused: no")
     changed = msgspec.structs.replace(planned, fusions={"qkv": 1})
     assert record._carried(changed, ROWS[0]) == changed
 

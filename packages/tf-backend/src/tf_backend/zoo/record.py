@@ -79,15 +79,16 @@ def differences(rows: Sequence[Row], made: Made) -> tuple[str, ...]:
 
 def _carried(row: Row, old: Row | None) -> Row:
     """`row` with the verdicts of `old` on numbers where it has none of its own and was planned alike."""
-    if old is None or row.status not in ("served", "refused") or any(True for _ in _changes(old, row)):
+    if old is None or row.status not in ("served", "refused") or row.numbers or not (old.numbers or old.serve):
         return row
-    if row.numbers or not (old.numbers or old.serve):
+    on_one_rank = tuple(field for field in _PLANNED if field != "tensor_2")
+    if any(True for _ in _changes(old, row, on_one_rank)):
         return row
-    return msgspec.structs.replace(old, architecture=row.architecture)
+    return msgspec.structs.replace(row, status=old.status, level=old.level, numbers=old.numbers, serve=old.serve)
 
 
-def _changes(old: Row, new: Row) -> Iterator[str]:
-    for field in _PLANNED:
+def _changes(old: Row, new: Row, fields: Sequence[str] = _PLANNED) -> Iterator[str]:
+    for field in fields:
         before, after = _planned(old, field), _planned(new, field)
         if before == after:
             continue

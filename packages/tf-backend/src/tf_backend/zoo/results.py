@@ -44,7 +44,11 @@ class _Line(msgspec.Struct, frozen=True):
 def made_now(capabilities: Capabilities) -> Made:
     """Of results that are found now."""
     return Made(
-        transformers.__version__, str(torch.__version__), capabilities.name, capabilities.sha256, _sources_sha256()
+        transformers.__version__,
+        str(torch.__version__).partition("+")[0],
+        capabilities.name,
+        capabilities.sha256,
+        _sources_sha256(),
     )
 
 
