@@ -24,7 +24,7 @@ def test_nothing_recorded_is_wrong_and_every_type_is_there() -> None:
     _, rows = recorded()
     assert [row.name for row in rows] == sorted(entry.name for entry in entries())
     assert [row.name for row in rows if row.status in ("wrong", "failed")] == []
-    assert sum(row.status == "equal" for row in rows) > 50
+    assert sum(row.status == "equal" for row in rows) >= 40
 
 
 @pytest.mark.engine
