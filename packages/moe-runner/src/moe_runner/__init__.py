@@ -12,11 +12,14 @@ from moe_runner._passing import experts_passed_by
 from moe_runner._reading import Experts, read_experts
 from moe_runner._recognize import recognize
 from moe_runner.layer import RoutedExperts, build_experts
-from moe_runner.specs import ExpertsSpec, ExpertTensor, Gate
+from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
+from moe_runner.written import WRITTEN, WrittenExperts, keep_experts
 
 __all__ = [
     "ACTIVATIONS",
     "LOADER",
+    "WRITTEN",
+    "AnyExpertsSpec",
     "EngineActivation",
     "ExpertTensor",
     "Experts",
@@ -27,11 +30,14 @@ __all__ = [
     "NotRunnable",
     "RoutedExperts",
     "SparseBlock",
+    "WrittenExperts",
+    "WrittenExpertsSpec",
     "asked_of_engine",
     "build_experts",
     "engine_activation",
     "experts_passed_by",
     "is_routed_call",
+    "keep_experts",
     "names_of",
     "parameter_of",
     "read_experts",

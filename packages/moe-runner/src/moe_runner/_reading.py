@@ -18,12 +18,14 @@ from moe_runner._arguments import RoutedCall, routed_call
 from moe_runner._gates import candidates, gate_function
 from moe_runner._layouts import Layout, halves, layouts, of_expert
 from moe_runner._numbers import Constants, Copy
-from moe_runner.specs import ExpertsSpec, ExpertTensor
+from moe_runner.specs import ExpertsSpec, ExpertTensor, Place
 
 _EXACT, _NEAR = 1e-9, 1e-5
 _ROWS = 64
 """Output features on which candidates are compared; the one that agrees is compared on all."""
 _LARGEST_CONSTANT = 1e4
+_LARGEST_UNKNOWN = 1 << 26
+"""Entries of experts whose tensors are not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,14 @@ class Experts:
     """What was read.
 
     spec: None where what the module computes is none of the formulas; `reason` then says why.
-    tokenwise: whether each token's result was seen to depend on that token alone.
+    tokenwise: whether each token's result was seen to depend on that token alone, so that it may run as it is written.
+    arguments: where hidden states, ids and weights stand in the call; None where they do not.
     """
 
     spec: ExpertsSpec | None
     reason: str = ""
     tokenwise: bool = False
+    arguments: tuple[Place, Place, Place] | None = None
 
 
 def read_experts(
@@ -75,9 +79,6 @@ class _Reading:
         )
 
     def run(self) -> Experts:
-        if not self.layouts:
-            shapes = ", ".join(f"`{name}` {list(value.shape)}" for name, value in self.copy.parameters.items())
-            return Experts(None, f"its tensors are not those of gated experts: {shapes}")
         self._fill()
         constants = self._constants()
         x, ids, weights = self._inputs(constants)
@@ -86,10 +87,15 @@ class _Reading:
             return Experts(None, "it does not give finite numbers")
         agreeing = list(self._agreeing(x, ids, weights, found, constants))
         if len(agreeing) != 1:
+            if not bool((found.abs().amax(dim=1) > 0).all()):  # what is zero says nothing of what it depends on
+                return Experts(None, "it gives zeros for random weights")
             if not self._is_tokenwise(x, ids, weights, found):
                 return Experts(None, "what it gives for one token depends on other tokens")
             why = "none of the formulas that are known gives" if not agreeing else "several formulas give"
-            return Experts(None, f"{why} what its forward gives", tokenwise=True)
+            if not self.layouts:
+                shapes = ", ".join(f"`{name}` {list(value.shape)}" for name, value in self.copy.parameters.items())
+                why = f"its tensors are not those of gated experts ({shapes}), and no formula gives"
+            return Experts(None, f"{why} what its forward gives", tokenwise=True, arguments=self.call.places)
         layout, gate = agreeing[0]
         return Experts(
             ExpertsSpec(
@@ -103,6 +109,7 @@ class _Reading:
                 null=self._null(x, ids, weights, found),
             ),
             tokenwise=True,
+            arguments=self.call.places,
         )
 
     # ---- numbers
@@ -110,6 +117,12 @@ class _Reading:
     def _fill(self) -> None:
         """Random weights for the experts in use, of a size that keeps the projections of unit inputs near one."""
         generator = torch.Generator().manual_seed(0)
+        if not self.layouts:  # what belongs to which expert is not known
+            if sum(value.numel() for value in self.copy.parameters.values()) > _LARGEST_UNKNOWN:
+                raise ValueError("its tensors are not those of gated experts, and too large to be run whole")
+            for value in self.copy.parameters.values():
+                value.uniform_(-1.7, 1.7, generator=generator).div_(self.hidden**0.5 if value.ndim > 1 else 1.0)
+            return
         for name, value in self.copy.parameters.items():
             tensor = ExpertTensor(name, ("up",), packed=self._is_packed(name))
             for expert in self.used:

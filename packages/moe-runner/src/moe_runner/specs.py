@@ -80,3 +80,17 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     def has_bias(self) -> bool:
         """Whether the projections have biases."""
         return any(tensor.bias for tensor in self.tensors)
+
+
+class WrittenExpertsSpec(msgspec.Struct, frozen=True, tag="written_experts"):
+    """Experts called in the same way that run as they are written, whole on every rank, since no kernel computes what they do.
+
+    reason: why none does.
+    """
+
+    arguments: tuple[Place, Place, Place]
+    reason: str
+    name: str = ""
+
+
+AnyExpertsSpec: TypeAlias = ExpertsSpec | WrittenExpertsSpec

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from moe_runner import ExpertsSpec, ExpertTensor, Gate
+from moe_runner import ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
 from tf_backend import capabilities
 from tf_backend.plan import Parallel
 from tf_backend.plan.planner import Planned, make_plan
@@ -126,32 +126,51 @@ def refusal(plan: Plan) -> str:
     return plan.refusals[0].reason
 
 
-def test_a_limit_that_the_kernel_would_leave_out_is_refused(plan_of: Plans) -> None:
-    assert "swiglu_oai (limit 1.5, alpha 1.702), for which the engine has no kernel" in refusal(plan_of("gpt_oss"))
+def written(plan: Plan) -> dict[str, str]:
+    """Experts that run as they are written, and why."""
+    assert plan.refusals == ()
+    found = {m.name: layer.reason for m in plan.modules for layer in m.layers if isinstance(layer, WrittenExpertsSpec)}
+    assert {entry.experts: entry.why_written for entry in plan.experts if entry.runs == "as written"} == found
+    return found
 
 
-def test_an_engine_that_takes_limits_serves_them(model_of: Models) -> None:
+def test_a_limit_that_the_kernel_would_leave_out_runs_as_it_is_written(plan_of: Plans, model_of: Models) -> None:
+    plan = plan_of("gpt_oss")
+    found = written(plan)
+    assert set(found) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert all(
+        "swiglu_oai (limit 1.5, alpha 1.702), for which the engine has no kernel" in why for why in found.values()
+    )
+    held = {rule.source: rule.target for rule in plan.weights if ".experts." in rule.source}
+    assert len(held) == 8
+    assert held["model.layers.1.mlp.experts.down_proj_bias"] == "model.layers.1.mlp.experts.written.down_proj_bias"
+
+
+def test_an_engine_that_takes_limits_runs_them(model_of: Models) -> None:
     able = msgspec.structs.replace(capabilities.shipped(), moe_activations=("silu", "swigluoai_uninterleave"))
     plan = make_plan(model_of("gpt_oss"), Parallel(), able).plan
     assert {spec.runs_as for spec in experts_of(plan).values()} == {"swigluoai_uninterleave"}
 
 
-def test_a_size_without_a_kernel_is_refused(model_of: Models) -> None:
-    plan = make_plan(model_of("mixtral", hidden_size=144, head_dim=32), Parallel(), capabilities.shipped()).plan
-    assert "multiples of 32, and its is 144" in refusal(plan)
+def test_where_graphs_are_captured_loops_over_data_are_refused(model_of: Models) -> None:
+    cuda = msgspec.structs.replace(capabilities.shipped(), platform="cuda")
+    assert "which a CUDA graph cannot" in refusal(make_plan(model_of("gpt_oss"), Parallel(), cuda).plan)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "ranks", "words"),
     [
+        ("mixtral", {"hidden_size": 144, "head_dim": 32}, 1, "multiples of 32, and its is 144"),
         ("mixtral", {"intermediate_size": 99}, 2, "2 ranks do not divide the 99 features"),
         ("gpt_oss", {"swiglu_limit": 7.0, "intermediate_size": 96}, 2, "on a rank it has 48"),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused(
+def test_sizes_and_ranks_that_do_not_fit_run_as_they_are_written(
     name: str, overrides: dict[str, Any], ranks: int, words: str, model_of: Models, planned: Callable[..., Planned]
 ) -> None:
-    assert words in refusal(planned(model_of(name, **overrides), parallel=Parallel(tensor=ranks)).plan)
+    found = written(planned(model_of(name, **overrides), parallel=Parallel(tensor=ranks)).plan)
+    assert len(found) == 2
+    assert all(words in why for why in found.values())
 
 
 class Odd(nn.Module):
@@ -171,19 +190,34 @@ class Odd(nn.Module):
         return out
 
 
-def test_experts_that_cannot_be_read_are_refused(model_of: Models, planned: Callable[..., Planned]) -> None:
-    model = model_of("mixtral")
+class Mixing(Odd):
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(dim=0), chosen, weights)
+
+
+def with_experts(model: PreTrainedModel, kind: type[Odd]) -> PreTrainedModel:
     for layer in model.model.layers:
-        layer.mlp.experts = Odd(layer.mlp.experts)
-    reason = refusal(planned(model).plan)
-    assert "`Odd` cannot be read: none of the formulas" in reason
+        layer.mlp.experts = kind(layer.mlp.experts)
+    return model
+
+
+def test_experts_that_cannot_be_read_run_as_they_are_written(model_of: Models, planned: Callable[..., Planned]) -> None:
+    found = written(planned(with_experts(model_of("mixtral"), Odd)).plan)
+    assert all("`Odd` cannot be read: none of the formulas" in why for why in found.values())
+
+
+def test_experts_that_mix_tokens_are_refused(model_of: Models, planned: Callable[..., Planned]) -> None:
+    reason = refusal(planned(with_experts(model_of("mixtral"), Mixing)).plan)
+    assert "what it gives for one token depends on other tokens" in reason
 
 
 def test_layers_may_differ(model_of: Models, planned: Callable[..., Planned]) -> None:
     """What is read of one instance is not taken for what another computes."""
     model = model_of("gpt_oss", swiglu_limit=7.0)
     model.model.layers[1].mlp.experts.limit = 3.0
-    assert "limit 3" in refusal(planned(model).plan)
+    plan = planned(model).plan
+    assert list(written(plan)) == ["model.layers.1.mlp.experts"]
+    assert list(experts_of(plan)) == ["model.layers.0.mlp.experts"]
 
 
 def test_module_plans_are_for_whole_modules(plan_of: Plans) -> None:

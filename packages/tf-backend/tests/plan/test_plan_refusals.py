@@ -35,7 +35,6 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 # Model type, overrides, class that is named, module that is named, words in the first reason.
 CASES: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
-    "experts with a limit of their own": ("gpt_oss", {}, "GptOssMLP", "model.layers.0.mlp", ("4 experts", "limit 1.5")),
     "experts that route attention": (
         "jetmoe",
         {"kv_channels": 32, **EXPERTS},
@@ -109,9 +108,7 @@ def test_the_first_reason_is_the_real_one(name: str, plan_of: Plans) -> None:
     assert text.endswith("Serve it with `--model-impl vllm`, if vLLM has an implementation of its own.")
 
 
-@pytest.mark.parametrize(
-    "name", ["experts with a limit of their own", "attention by hand", "mamba", "encoder as decoder"]
-)
+@pytest.mark.parametrize("name", ["attention by hand", "mamba", "encoder as decoder"])
 def test_what_follows_from_the_first_reason_is_not_told(name: str, plan_of: Plans) -> None:
     model_type, overrides, *_ = CASES[name]
     assert len(plan_of(model_type, **overrides).refusals) == 1

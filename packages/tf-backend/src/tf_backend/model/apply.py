@@ -13,7 +13,7 @@ from typing import Any
 import moe_runner
 import torch
 from ast_rewrite import CompiledRewrite
-from moe_runner import ExpertsSpec
+from moe_runner import ExpertsSpec, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.layers import BuildContext, build
@@ -106,6 +106,8 @@ def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: 
     name = _join(prefix, plan.name)
     if isinstance(spec, ExpertsSpec):
         _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config))
+    elif isinstance(spec, WrittenExpertsSpec):
+        _set(model, plan.name, moe_runner.keep_experts(spec, model.get_submodule(plan.name), name))
     else:
         _set(model, plan.name, build(spec, name, context))
 
@@ -128,7 +130,7 @@ def _rewrite(
     assert plan.variant is not None
     module = model.get_submodule(plan.name)
     for spec in plan.layers:
-        assert not isinstance(spec, ExpertsSpec)
+        assert not isinstance(spec, ExpertsSpec | WrittenExpertsSpec)
         for child in _sources(spec):
             delattr(module, child)
         setattr(module, spec.name, build(spec, _join(prefix, f"{plan.name}.{spec.name}"), context))

@@ -5,6 +5,7 @@ In: a transformers config. Out: a `PreTrainedModel` whose parameters and buffers
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -54,6 +55,7 @@ def skeleton(
     """
     cls = model_class(config, code)
     config = copy.deepcopy(config)
+    _restore_unused_window(config)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = cls._from_config(config, dtype=dtype or torch.float32, attn_implementation="eager")
@@ -63,3 +65,14 @@ def skeleton(
             f"`{cls.__name__}` cannot be built from its config: {type(error).__name__}: {first}. Correct the values in config.json."
         ) from error
     return model.eval()
+
+
+def _restore_unused_window(config: PreTrainedConfig) -> None:
+    """Undo that the engine writes None where a config class says 0, a window that is not used.
+
+    Models that make the mask of such layers, though they have none, need a number.
+    """
+    if getattr(config, "sliding_window", 0) is None:
+        with contextlib.suppress(Exception):  # a config whose class does not take its own values back stays as it is
+            if type(config).from_dict(config.to_dict()).sliding_window == 0:
+                config.sliding_window = 0

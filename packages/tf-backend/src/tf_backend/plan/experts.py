@@ -12,7 +12,7 @@ from typing import Any
 
 import moe_runner
 import msgspec
-from moe_runner import Experts, ExpertsSpec, SparseBlock
+from moe_runner import AnyExpertsSpec, Experts, ExpertsSpec, SparseBlock, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,12 +28,12 @@ _REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of i
 class FoundExperts:
     """What was found of sparse blocks in a model.
 
-    specs: for each module of experts, by full name, what the runner computes in its place.
+    specs: for each module of experts, by full name, what the runner computes in its place, or that it runs as it is written.
     plans: one for each of them, for people.
     blocks: names of all sparse blocks.
     """
 
-    specs: dict[str, ExpertsSpec] = field(default_factory=dict)
+    specs: dict[str, AnyExpertsSpec] = field(default_factory=dict)
     plans: list[ExpertsPlan] = field(default_factory=list)
     refusals: dict[type[nn.Module], Refusal] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
@@ -73,7 +73,9 @@ class _NotServed(Exception):
     """Why a block cannot be served, as a clause."""
 
 
-def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: ExpertsSpec) -> ExpertsPlan:
+def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: AnyExpertsSpec) -> ExpertsPlan:
+    if isinstance(spec, WrittenExpertsSpec):
+        return ExpertsPlan(name, experts, cls.__name__, block.describe(), "not known", "as written", spec.reason)
     return ExpertsPlan(name, experts, cls.__name__, block.describe(), f"{spec.gate}, as `{spec.runs_as}`")
 
 
@@ -85,7 +87,7 @@ def _specs(
     readings: dict[Any, Experts],
     capabilities: Capabilities,
     parallel: Parallel,
-) -> Iterator[tuple[str, ExpertsSpec]]:
+) -> Iterator[tuple[str, AnyExpertsSpec]]:
     """Modules in a block that are called with ids and weights and hold all of its experts, with what they become."""
     names = [f"{name}.{parameter}" if name else parameter for parameter in block.parameters]
     experts = _called_as_experts(model, name, seen, names)
@@ -98,9 +100,21 @@ def _specs(
     if key not in readings:
         readings[key] = moe_runner.read_experts(module, call.args, call.kwargs, num_experts=block.num_experts)
     reading = readings[key]
-    if reading.spec is None:
-        raise _NotServed(f"`{type(module).__name__}` cannot be read: {reading.reason}")
-    yield experts, _runnable(_routed(reading.spec, block), capabilities, parallel)
+    try:
+        if reading.spec is None:
+            raise _NotServed(f"`{type(module).__name__}` cannot be read: {reading.reason}")
+        yield experts, _runnable(_routed(reading.spec, block), capabilities, parallel)
+    except _NotServed as problem:
+        yield experts, _written(reading, str(problem), capabilities)
+
+
+def _written(reading: Experts, reason: str, capabilities: Capabilities) -> WrittenExpertsSpec:
+    """Experts as they are written, where that is known to be right: each token alone, in a place where loops may follow the data."""
+    if not reading.tokenwise or reading.arguments is None:
+        raise _NotServed(reason)
+    if capabilities.platform != "cpu":
+        raise _NotServed(f"{reason}; and as they are written they follow the data, which a CUDA graph cannot")
+    return WrittenExpertsSpec(reading.arguments, reason)
 
 
 def _called_as_experts(model: nn.Module, name: str, seen: Observation, parameters: list[str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import moe_runner
 import msgspec
-from moe_runner import ExpertsSpec, ExpertTensor
+from moe_runner import AnyExpertsSpec, ExpertsSpec, ExpertTensor, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.fusions.children import is_transposed_linear
@@ -39,7 +39,7 @@ def plan_modules(
     seen: Observation,
     table: VariantTable,
     attention: dict[str, tuple[AttentionSpec, ...]],
-    given: Mapping[str, LayerSpec | ExpertsSpec] | None = None,
+    given: Mapping[str, LayerSpec | AnyExpertsSpec] | None = None,
 ) -> tuple[ModulePlan, ...]:
     """A plan for each module that is traced or replaced; modules that only hold others are left out.
 
@@ -95,7 +95,7 @@ def is_traced(module: nn.Module) -> bool:
     return not kind.__module__.startswith(("torch.nn.", "transformers.activations"))
 
 
-def consumed_children(layer: LayerSpec | ExpertsSpec) -> tuple[str, ...]:
+def consumed_children(layer: LayerSpec | AnyExpertsSpec) -> tuple[str, ...]:
     """Children whose weights a merged layer takes over."""
     if isinstance(layer, MergedLinearSpec | QKVLinearSpec):
         return tuple(dict.fromkeys(source.child for source in layer.sources))
@@ -116,6 +116,7 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
     copies = tied_copies(model)
     stacked = _expert_tensors(plans)
+    written = tuple(plan.name for plan in plans if any(isinstance(layer, WrittenExpertsSpec) for layer in plan.layers))
     for name, tensor in tensors.items():
         for place in (name, *copies.get(name, ())):
             if place in stacked:
@@ -123,6 +124,11 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
                 rules.append(WeightRule(name, target, None, tuple(tensor.shape), experts=part))
                 continue
             owner, _, leaf = place.rpartition(".")
+            kept = next((name for name in written if place.startswith(f"{name}.")), None)
+            if kept is not None:
+                target = f"{kept}.{moe_runner.WRITTEN}{place.removeprefix(kept)}"
+                rules.append(WeightRule(name, target, None, tuple(tensor.shape)))
+                continue
             for at in taken.get(owner, (_Place(owner),)):
                 target = f"{at.layer}.{leaf}" if at.layer else leaf
                 transposed = at.transposed and tensor.ndim == 2

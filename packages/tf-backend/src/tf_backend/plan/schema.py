@@ -9,7 +9,7 @@ import hashlib
 from typing import Literal, TypeAlias
 
 import msgspec
-from moe_runner.specs import ExpertsSpec, ExpertTensor
+from moe_runner.specs import AnyExpertsSpec, ExpertTensor
 from vllm_layers_bridge.specs import AttentionSpec, HeadLinearSpec, LayerSpec
 
 SCHEMA_VERSION = 1
@@ -107,7 +107,7 @@ class ModulePlan(msgspec.Struct, frozen=True):
     name: str
     action: Literal["keep", "rewrite", "replace"]
     variant: str | None = None
-    layers: tuple[LayerSpec | ExpertsSpec, ...] = ()
+    layers: tuple[LayerSpec | AnyExpertsSpec, ...] = ()
     sizes: tuple[LocalAttribute, ...] = ()
     shards: tuple[ParameterShard, ...] = ()
 
@@ -127,7 +127,8 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 class ExpertsPlan(msgspec.Struct, frozen=True):
     """The experts of one sparse block: where they are, what was read of them, how they run.
 
-    `routing`: outside when the model's own code chooses the experts, and `why_outside` is the fact that keeps the engine from doing it.
+    `runs`: in the engine's runner, or as written, whole on every rank, and `why_written` is the reason. `routing`: outside when the
+    model's own code chooses the experts, and `why_outside` is the fact that keeps the engine from doing it.
     """
 
     block: str
@@ -135,6 +136,8 @@ class ExpertsPlan(msgspec.Struct, frozen=True):
     cls: str
     description: str
     computes: str
+    runs: Literal["runner", "as written"] = "runner"
+    why_written: str = ""
     routing: Literal["outside", "inside"] = "outside"
     why_outside: str = ""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from ast_rewrite import CompiledRewrite
-from moe_runner import ExpertsSpec
+from moe_runner import AnyExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.errors import BridgeError
@@ -250,5 +250,5 @@ def _notes(styles: Styles, ranks: int) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _replicated(layer: LayerSpec | ExpertsSpec) -> LayerSpec | ExpertsSpec:
+def _replicated(layer: LayerSpec | AnyExpertsSpec) -> LayerSpec | AnyExpertsSpec:
     return msgspec.structs.replace(layer, style="replicated") if isinstance(layer, MergedLinearSpec) else layer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from moe_runner import ExpertsSpec
+from moe_runner import AnyExpertsSpec
 from torch import nn
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
@@ -25,7 +25,7 @@ class NoStandIn(Exception):
     """There is no plain layer for a spec; `str` names its kind."""
 
 
-def stand_in(spec: LayerSpec | ExpertsSpec, module: nn.Module) -> nn.Module:
+def stand_in(spec: LayerSpec | AnyExpertsSpec, module: nn.Module) -> nn.Module:
     """The layer that `spec` puts into `module`, or in its place, with `module`'s own weights.
 
     Raises:
