@@ -41,6 +41,9 @@ DERIVED: dict[str, str] = {
 
 WRITTEN: dict[str, str] = {
     "vllm.config:VllmConfig().additional_config": "the plan's hash must be in the compile cache's key before anything compiles",
+    "vllm.config:get_current_vllm_config().compilation_config.static_forward_context": (
+        "an opaque operation finds its layer there by name, as those of vLLM's own layers do"
+    ),
     "vllm.entrypoints.cli.serve:ServeSubcommand().subparser_init().usage": "the help names our command",
     "vllm.entrypoints.cli.serve:ServeSubcommand().subparser_init().epilog": "the help names our command",
 }
