@@ -1,15 +1,15 @@
-"""Models with experts equal transformers: in the engine's runner, as they are written, eager and compiled, on two ranks."""
+"""Models with experts equal transformers: in the engine's runner, as they are written, eager and compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tf_tools.checkpoints import make_checkpoint
 from tf_tools.compare import compare_run
-from tf_tools.engine import TENSOR_PARALLEL_2, ServeRequest, serve
+from tf_tools.engine import ServeRequest, serve
 from tf_tools.reference import reference_for
 from tf_tools.sensitivity import probe_prompts
 
@@ -21,20 +21,16 @@ def experts_in(model: torch.nn.Module) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def assert_equal(
-    folder: Path, kind: str, *, eager: bool = True, ranks: int = 1, environment: Mapping[str, str] | None = None
-) -> None:
+def assert_equal(folder: Path, kind: str, *, eager: bool = True) -> None:
     request = ServeRequest(
         folder,
         prompts=probe_prompts(384),
         enforce_eager=eager,
-        llm_kwargs={"max_num_batched_tokens": 32, "tensor_parallel_size": ranks},
-        environment=environment or {},
+        llm_kwargs={"max_num_batched_tokens": 32},
         probe=experts_in,
-        timeout=600.0,
     )
     result = serve(request).require()
-    assert result.probed == ({kind: 2},) * ranks
+    assert result.probed == ({kind: 2},)
     for run in result.runs:
         report = compare_run(reference_for(folder, run), run)
         assert report.ok, str(report)
@@ -53,9 +49,3 @@ def test_experts_with_biases_in_alternating_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_experts_with_a_limit_that_no_kernel_has(eager: bool, checkpoint: Callable[[str], Path]) -> None:
     assert_equal(checkpoint("gpt_oss"), "WrittenExperts", eager=eager)
-
-
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    """Features within experts are split, alternating rows in pairs; the bias of the sum is added once."""
-    folder = make_checkpoint("gpt_oss", tmp_path / "model", overrides={"swiglu_limit": 7.0})
-    assert_equal(folder, "RoutedExperts", ranks=2, environment=TENSOR_PARALLEL_2)
