@@ -39,7 +39,9 @@ TYPED: tuple[Typed, ...] = (
     Typed("tf_backend/cli/_serve_preflight.py", "_engine_config", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_server.py", "serve", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_server.py", "_is_single", "arguments", _OPTIONS),
+    Typed("tf_backend/model/options.py", "_check_weight_options", "vllm_config", _CONFIG),
     Typed("tf_backend/model/prepare.py", "prepare", "vllm_config", _CONFIG),
+    Typed("tf_backend/model/prepare.py", "_trusted_code", "model_config", "vllm.config:ModelConfig()"),
     Typed(
         "tf_backend/capabilities/_activations.py",
         "gated_activations",
