@@ -46,7 +46,9 @@ def _refusal(stages: int, mode: str) -> str:
         lora_config=None,
         speculative_config=None,
         additional_config={},
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        weight_transfer_config=None,
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, enable_expert_parallel=False),
         compilation_config=SimpleNamespace(mode=CompilationMode[mode]),
     )
     try:
