@@ -41,9 +41,6 @@ class Rotary(nn.Module):
         self.kernel = kernel
         self.devices = devices
         self.is_neox = spec.pairing == "halves"
-        self.in_place = spec.in_place
-        self.axes = (spec.token_axis, 3 - spec.token_axis)
-        self.ways = (spec.angles, spec.pairing)
         self.wants_alignment = "cpu" in devices
 
     def forward(self, *given: torch.Tensor) -> Any:
@@ -53,84 +50,75 @@ class Rotary(nn.Module):
             given: one or two values to turn, heads as the spec has them, then cosines and sines.
         """
         *parts, cos, sin = given
-        if not self._takes(parts[0], cos):
-            turned = [rotated(self.spec, part, cos, sin) for part in parts]
-        elif self._overwrites(parts, cos, sin):
-            turned = parts
-        else:
+        if self._takes(parts[0], cos):
             turned = self._by_kernel(parts, cos, sin)
+        else:
+            turned = [rotated(self.spec, part, cos, sin) for part in parts]
         return tuple(turned) if len(turned) > 1 else turned[0]
-
-    def _overwrites(self, parts: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Turn two values where they lie, in one call of the kernel; False, and nothing done, where it is not as simple as that."""
-        if not self.in_place or len(parts) != 2:
-            return False
-        dtype = cos.dtype
-        cos_sin, positions = self._cos_sin(cos, sin, dtype)
-        loaded = _LOADED if self.wants_alignment and dtype is torch.bfloat16 else 1
-        query, key = (self._rows(part, dtype, loaded) for part in parts)
-        width = parts[0].shape[3]
-        if query is None or key is None or width != parts[1].shape[3] or cos_sin.shape[1] % (2 * loaded):
-            return False
-        if query.shape[1] % key.shape[1]:
-            return False
-        assert self.kernel is not None
-        self.kernel(positions, query, key, width, cos_sin, self.is_neox)
-        return True
-
-    def _rows(self, part: torch.Tensor, dtype: torch.dtype, loaded: int) -> torch.Tensor | None:
-        """The memory of `part` as [tokens, heads * head_dim], where heads lie one after the other and the kernel can load them."""
-        tokens, heads = self.axes
-        shape, stride = part.shape, part.stride()
-        width, step = shape[3], stride[tokens]
-        length = shape[heads] * width
-        if part.dtype is not dtype or stride[3] != 1 or (stride[heads] != width and length != width):
-            return None
-        if step < length and shape[tokens] != 1:
-            return None
-        if loaded != 1 and (width % loaded or step % loaded or part.data_ptr() % (2 * loaded)):
-            return None
-        return part.as_strided((shape[tokens], length), (step, 1))
 
     def _takes(self, part: torch.Tensor, cos: torch.Tensor) -> bool:
         """Whether the kernel computes it, no less exactly: it takes cosines of the type of what it turns, and these may be wider."""
         if self.kernel is None or torch.compiler.is_compiling() or part.device.type not in self.devices:
             return False
-        dtype, shape, given = cos.dtype, part.shape, cos.shape
-        is_one_row = given[0] == 1 == shape[0] and given[1] == shape[self.axes[0]]
-        return is_one_row and (dtype is part.dtype or dtype is torch.float32)
+        dtype, shape = cos.dtype, part.shape
+        is_one_row = cos.shape[0] == 1 == shape[0] and cos.shape[1] == shape[self.spec.token_axis]
+        return is_one_row and (dtype == part.dtype or dtype == torch.float32)
 
     def _by_kernel(self, parts: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-        """Each value by a call of its own, over a copy where it must not be overwritten or the kernel cannot load it."""
-        kernel, dtype, loaded = self.kernel, cos.dtype, 1
+        kernel = self.kernel
         assert kernel is not None
-        if self.wants_alignment and dtype is torch.bfloat16:
-            is_aligned = self._cos_sin(cos, sin, dtype)[0].shape[1] % (2 * _LOADED) == 0
-            is_aligned = is_aligned and all(part.shape[3] % _LOADED == 0 for part in parts)
-            dtype, loaded = (dtype, _LOADED) if is_aligned else (torch.float32, 1)
-        cos_sin, positions = self._cos_sin(cos, sin, dtype)
-        turned = []
-        for part in parts:
-            whole, rows = part, self._rows(part, dtype, loaded) if self.in_place else None
-            if rows is None:
-                by_token = part.transpose(1, 2) if self.spec.token_axis == 2 else part
-                copy = torch.empty(by_token.shape, dtype=dtype, device=part.device)
-                copy.copy_(by_token)
-                rows = copy.view(copy.shape[1], -1)
-                whole = copy.transpose(1, 2) if self.spec.token_axis == 2 else copy
-            kernel(positions, rows, None, part.shape[3], cos_sin, self.is_neox)
-            turned.append(whole if whole.dtype == part.dtype else whole.to(part.dtype))
-        return turned
+        cos_sin, positions = self._cos_sin(cos, sin, cos.dtype)
+        if self.wants_alignment and cos.dtype == torch.bfloat16 and not self._is_aligned(parts, cos_sin):
+            cos_sin, positions = self._cos_sin(cos, sin, torch.float32)
+        laid = [self._laid_out(part, cos_sin.dtype) for part in parts]
+        if len(laid) == 2 and self._fit_together(*parts):
+            (query, _), (key, _) = laid
+            kernel(positions, query, key, parts[0].shape[3], cos_sin, self.is_neox)
+        else:
+            for part, (flat, _) in zip(parts, laid, strict=True):
+                kernel(positions, flat, None, part.shape[3], cos_sin, self.is_neox)
+        return [
+            whole if whole.dtype == part.dtype else whole.to(part.dtype)
+            for part, (_, whole) in zip(parts, laid, strict=True)
+        ]
+
+    def _fit_together(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """One call of the kernel takes two values of heads of one width, the number of one a multiple of that of the other."""
+        heads = 3 - self.spec.token_axis
+        return query.shape[3] == key.shape[3] and query.shape[heads] % key.shape[heads] == 0
+
+    def _is_aligned(self, parts: list[torch.Tensor], cos_sin: torch.Tensor) -> bool:
+        """Whether each half of a head starts where vLLM's kernel for the CPU can load bfloat16: eight at a time, at multiples of eight."""
+        if cos_sin.shape[1] % (2 * _LOADED):
+            return False
+        return all(
+            part.shape[3] % _LOADED == 0 == part.stride(self.spec.token_axis) % _LOADED
+            and part.data_ptr() % (2 * _LOADED) == 0
+            for part in parts
+        )
+
+    def _laid_out(self, part: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, heads * head_dim] over the memory of the second value, which is `part` itself or a copy that may be overwritten."""
+        tokens, heads = self.spec.token_axis, 3 - self.spec.token_axis
+        count, width, stride = part.shape[heads], part.shape[3], part.stride()
+        is_one_run = stride[3] == 1 and (stride[heads] == width or count == 1)
+        is_apart = stride[tokens] >= count * width or part.shape[tokens] == 1
+        if self.spec.in_place and part.dtype == dtype and is_one_run and is_apart:
+            return part.as_strided((part.shape[tokens], count * width), (stride[tokens], 1)), part
+        by_token = part.transpose(1, 2) if tokens == 2 else part
+        copy = torch.empty(by_token.shape, dtype=dtype, device=part.device)
+        copy.copy_(by_token)
+        return copy.view(part.shape[tokens], count * width), copy.transpose(1, 2) if tokens == 2 else copy
 
     def _cos_sin(self, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of each pair, [tokens, 2 n], and the row of each token; made once for each tensor of cosines."""
         kept = getattr(cos, _KEPT, None)
-        if kept is None or kept[0] is not sin or kept[1] is not dtype or kept[2] != self.ways:
+        if kept is None or kept[0] is not sin or kept[1:4] != (self.spec.angles, self.spec.pairing, dtype):
             rows = torch.cat((once(self.spec, cos[0]), once(self.spec, sin[0])), dim=-1).to(dtype)
             positions = torch.arange(rows.shape[0], device=rows.device)
-            kept = (sin, dtype, self.ways, rows, positions)
+            kept = (sin, self.spec.angles, self.spec.pairing, dtype, rows, positions)
             setattr(cos, _KEPT, kept)
-        return kept[3], kept[4]
+        return kept[4], kept[5]
 
 
 def once(spec: RotarySpec, values: torch.Tensor) -> torch.Tensor:
