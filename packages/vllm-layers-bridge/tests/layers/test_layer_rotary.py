@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,6 @@ def differences(dtype: torch.dtype, angle_dtype: torch.dtype) -> list[tuple[str,
                         kind = spec(pairing, angles, axis, in_place)
                         layer = build(kind, "model.layers.0.self_attn.rotary", BuildContext())
                         assert layer.kernel is not None
-                        layer = pickle.loads(pickle.dumps(layer))  # as compiled artifacts are kept
                         cos, sin = given(kind, width, angle_dtype)
                         packed, query, key = of_packed(2 * heads, heads, dim, dtype)
                         if axis == 1:

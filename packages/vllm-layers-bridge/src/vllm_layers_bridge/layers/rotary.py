@@ -151,16 +151,4 @@ def build_rotary(spec: RotarySpec) -> Rotary:
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()) or not hasattr(torch.ops._C, "rotary_embedding"):
         return Rotary(spec)
-    return Rotary(spec, vllm_kernel, (current_platform.device_type,))
-
-
-def vllm_kernel(
-    positions: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    head_dim: int,
-    cos_sin: torch.Tensor,
-    is_neox: bool,
-) -> None:
-    """vLLM's kernel, as a function: an operator cannot be pickled, and a module that holds it could not be either."""
-    torch.ops._C.rotary_embedding(positions, query, key, head_dim, cos_sin, is_neox)
+    return Rotary(spec, torch.ops._C.rotary_embedding, (current_platform.device_type,))
