@@ -27,7 +27,7 @@ def test_counts_of_four_layers(name: str, plan_of: Callable[..., Plan]) -> None:
     found = {(count.cls, count.fusion): count.count for count in plan.summary()}
     assert found == {
         (f"{prefix}Attention", "qkv"): layers,
-        (f"{prefix}Attention", "rotary"): 2 if name == "smollm3" else layers,
+        (f"{prefix}Attention", "rotary"): 3 if name == "smollm3" else layers,
         (f"{prefix}MLP", "gated_mlp"): layers,
         (f"{prefix}RMSNorm", "rms_norm"): norms["rms_norm"],
     }
