@@ -32,7 +32,6 @@ def test_every_fusion_has_all_parts_and_a_name_of_its_own() -> None:
         "packed_gated_mlp",
         "qkv",
         "packed_qkv",
-        "rotary",
         "attention_calls",
     ]
 

@@ -16,7 +16,6 @@ from vllm_layers_bridge.layers.activation import build_activation_and_mul
 from vllm_layers_bridge.layers.embedding import build_embedding, build_head
 from vllm_layers_bridge.layers.linear import build_linear, build_merged_linear, build_qkv_linear
 from vllm_layers_bridge.layers.norm import build_rms_norm
-from vllm_layers_bridge.layers.rotary import build_rotary
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
     EmbeddingSpec,
@@ -27,7 +26,6 @@ from vllm_layers_bridge.specs import (
     PositionTableSpec,
     QKVLinearSpec,
     RMSNormSpec,
-    RotarySpec,
 )
 
 
@@ -62,8 +60,6 @@ def _build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
             return build_activation_and_mul(spec.activation)
         case RMSNormSpec():
             return build_rms_norm(spec)
-        case RotarySpec():
-            return build_rotary(spec)
         case EmbeddingSpec():
             return build_embedding(spec, prefix, context.quant_config)
         case HeadLinearSpec():
