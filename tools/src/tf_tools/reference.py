@@ -23,7 +23,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tf_tools.sequences import Sequence
@@ -60,7 +60,7 @@ def load_reference(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTr
     """The checkpoint's head model in transformers, eager attention and eager experts, evaluation mode.
 
     Raises:
-        ReferenceError: a weight is missing, unexpected or of another shape: transformers would only warn.
+        ReferenceError: a weight is missing, unexpected or of another shape: transformers would only warn; or the model type is unknown.
     """
     disable_progress_bar()
     loaded = _class_of(folder).from_pretrained(
@@ -81,7 +81,10 @@ def load_reference(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTr
 def _class_of(folder: Path) -> Any:
     """The class that the checkpoint's config names; transformers' own choice where it names none."""
     config = folder / "config.json"
-    names = json.loads(config.read_text()).get("architectures") if config.is_file() else None
+    held = json.loads(config.read_text()) if config.is_file() else {}
+    names = held.get("architectures")
+    if held.get("model_type", next(iter(CONFIG_MAPPING))) not in CONFIG_MAPPING:
+        raise ReferenceError(f"{config} is of model type `{held['model_type']}`, which transformers does not know")
     return getattr(transformers, names[0], AutoModelForCausalLM) if names else AutoModelForCausalLM
 
 

@@ -176,7 +176,7 @@ def test_a_wrong_option_is_one_line(
         (("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'), "speculative"),
         (("--additional-config", '{"tf_backend": {"strickt": true}}'), "strickt"),
         (("--max-model-len", "100000"), "max_model_len"),
-        (("-pp", "2"), "ipeline"),
+        (("-pp", "2", "--enforce-eager"), "pipeline stages only compiled"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )
