@@ -7,33 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tf_tools.compare import compare_run
-from tf_tools.engine import TENSOR_PARALLEL_2, ServeRequest, serve, warm
+from tf_tools.engine import warm
 from tf_tools.fork import run_in_fork
-from tf_tools.reference import reference_for
-from tf_tools.sensitivity import probe_prompts
 
 pytestmark = pytest.mark.engine
 
 
-def test_two_stages_compiled(checkpoint: Callable[[str], Path]) -> None:
+def test_two_stages_compiled(assert_equal_on_two_ranks: Callable[..., None], checkpoint: Callable[[str], Path]) -> None:
     """Scaled embeddings and a tied head, in chunks: vLLM's CPU engine runs stages compiled alone."""
-    folder = checkpoint("gemma2")
-    result = serve(
-        ServeRequest(
-            folder,
-            prompts=probe_prompts(384),
-            enforce_eager=False,
-            runs=1,
-            llm_kwargs={"pipeline_parallel_size": 2, "max_num_batched_tokens": 32},
-            environment=TENSOR_PARALLEL_2,
-            timeout=600.0,
-        )
-    ).require()
-    assert result.served_by == ("tf_backend.model.served.TransformersForCausalLM",) * 2
-    for run in result.runs:
-        report = compare_run(reference_for(folder, run), run)
-        assert report.ok, str(report)
+    assert_equal_on_two_ranks(checkpoint("gemma2"), eager=False, pipeline_parallel_size=2)
 
 
 def _refusal(stages: int, mode: str) -> str:
@@ -48,7 +30,7 @@ def _refusal(stages: int, mode: str) -> str:
         additional_config={},
         weight_transfer_config=None,
         model_config=SimpleNamespace(enable_sleep_mode=False),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, enable_expert_parallel=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages, enable_expert_parallel=False, enable_eplb=False),
         compilation_config=SimpleNamespace(mode=CompilationMode[mode]),
     )
     try:

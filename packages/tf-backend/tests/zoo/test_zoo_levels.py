@@ -9,7 +9,7 @@ import pytest
 import torch
 from tf_backend.capabilities import Capabilities
 from tf_backend.errors import OptionRefused
-from tf_backend.zoo import numbers_level, serve_level, stand_ins
+from tf_backend.zoo import plan_level, serve_level, stand_ins
 from tf_backend.zoo.numbers_level import difference, numbers_verdict
 from tf_backend.zoo.plan_level import plan_facts
 from tf_backend.zoo.stand_ins import NoStandIn
@@ -78,7 +78,7 @@ def test_a_layer_without_a_stand_in_is_told_and_the_others_are_compared(
 def test_a_model_that_is_not_tiny_is_left_out(
     entry: Get, platform: Capabilities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbers_level, "LARGEST", 1000)
+    monkeypatch.setattr(plan_level, "LARGEST", 1000)
     verdict = numbers_verdict(entry("causal/llama"), platform)
     assert verdict.status == "skipped"
     assert "too many" in verdict.reason

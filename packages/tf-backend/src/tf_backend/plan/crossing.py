@@ -9,8 +9,7 @@ in-place writes are seen. What depends on positions alone (rotary embeddings, ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from tf_backend.plan.mixing import running_line
-from tf_backend.plan.observe import observing, observing_mask, token_counts
+from tf_backend.plan.nested import tensors_in
+from tf_backend.plan.observe import observing, observing_mask, token_counts, watching
 from tf_backend.plan.schema import Place
 
 BEFORE = -1
@@ -114,7 +114,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in _OF_SHAPE_ALONE:
-            self._follow(_tensors((args, kwargs)), _tensors(out), func.overloadpacket.__name__)
+            self._follow(tensors_in((args, kwargs)), tensors_in(out), func.overloadpacket.__name__)
         return out
 
     def _follow(self, read: list[torch.Tensor], out: list[torch.Tensor], what: str) -> None:
@@ -145,8 +145,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- layers
 
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def _hooked(self) -> AbstractContextManager[None]:
         numbers = {id(layer): at for at, layer in enumerate(self.listed)}
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,13 +167,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.returned = list(output) if isinstance(output, tuple | list) else [output]
                 self.is_tuple = isinstance(output, tuple | list)
 
-        handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in self.model.modules()]
-        handles += [m.register_forward_hook(leave) for m in self.model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return watching(self.model, enter, leave)
 
     def _enter(self, at: int, given: dict[int | str, Any]) -> None:
         if at != self.done + 1 or self.inside is not None:
@@ -212,13 +205,3 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata not in self.made:
             self.kept.append(storage)
         self.made[storage._cdata] = made
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []

@@ -54,6 +54,8 @@ def plan_modules(
             plans.append(ModulePlan(name, "replace", layers=(head,)))
             continue
         layer = given[name] if given and name in given else plain_layer(model, name, module)
+        if layer is not None and name in seen.borrowed and not (given and name in given):
+            continue  # others read its weight, which a layer of the engine would keep in another form
         if layer is not None:
             plans.append(ModulePlan(name, "replace", layers=(layer,)))
             if given and name in given:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm_layers_bridge.seams.leaf import attention_leaf
 
+from tf_backend.plan.borrowed import BorrowedParameters
 from tf_backend.plan.masks import MaskKind, classify
 from tf_backend.plan.mixing import Mixing, MixingDetector
 from tf_backend.plan.position_rows import PositionFollower
@@ -95,6 +96,8 @@ class Observation:
     mixing: list[Mixing] = field(default_factory=list)
     failure: Failure | None = None
     position_rows: tuple[PositionRows, ...] = ()
+    borrowed: frozenset[str] = frozenset()
+    """Modules whose parameters are read by others."""
 
 
 def is_modeling_code(file: str) -> bool:
@@ -152,21 +155,22 @@ class _Observer:
         tokens = torch.zeros((1, self.seen.tokens), dtype=torch.long, device="meta")
         positions = tokens.clone()
         follower = PositionFollower(positions, self._current)
+        borrowed = BorrowedParameters(self.model, self._current)
         with self._hooked(), observing(self.model, self._attention, self._mask), torch.no_grad():
             try:
-                with follower, self.detector:  # what the follower computes is not the model's
+                with borrowed, follower, self.detector:  # what the follower computes is not the model's
                     self.model(input_ids=tokens, position_ids=positions, use_cache=False)
             except Exception as error:  # the model's own failure is the answer, not ours to raise
                 self.seen.failure = self._failure(error)
             self.seen.mixing = self.detector.found
             self.seen.position_rows = tuple(follower.found.values())
+            self.seen.borrowed = frozenset(borrowed.found)
         return self.seen
 
     def _current(self) -> str:
         return self.stack[-1] if self.stack else ""
 
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
+    def _hooked(self) -> AbstractContextManager[None]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             name = self.names[id(module)]
             self.stack.append(name)
@@ -176,13 +180,7 @@ class _Observer:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.stack.pop()
 
-        handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in self.model.modules()]
-        handles += [m.register_forward_hook(leave) for m in self.model.modules()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return watching(self.model, enter, leave)
 
     def _mask(self, *, mask_function: Callable[..., Any], kv_length: int, q_length: int, **_: Any) -> torch.Tensor:
         mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
@@ -219,6 +217,18 @@ class _Observer:
         modeling = [(frame, line) for frame, line in frames if is_modeling_code(frame.f_code.co_filename)]
         frame, line = (modeling or frames)[-1]
         return Failure(error, self._current(), frame.f_code.co_filename, line, frame.f_globals.get("__name__"))
+
+
+@contextmanager
+def watching(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Call ``enter(module, args, kwargs)`` before each module of `model` runs and ``leave(module, args, output)`` after it."""
+    handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in model.modules()]
+    handles += [m.register_forward_hook(leave) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

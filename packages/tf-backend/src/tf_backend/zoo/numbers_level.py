@@ -27,16 +27,13 @@ from tf_backend.model.skeleton import model_class
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import ModulePlan, Parallel
-from tf_backend.zoo.plan_level import NotBuildable, tiny_skeleton
+from tf_backend.zoo.plan_level import NotBuildable, small_skeleton
 from tf_backend.zoo.rows import Verdict
 from tf_backend.zoo.stand_ins import NoStandIn, stand_in
 from tf_backend.zoo.types import Entry
 
 TOLERANCE = 1e-5
 """Norm of the difference over norm of the original, in float32."""
-
-LARGEST = 20_000_000
-"""Parameters of a model that is still tiny."""
 
 INTERFACE = "tf_backend_zoo"
 _TOKENS = 11
@@ -55,12 +52,9 @@ class _Call:
 def numbers_verdict(entry: Entry, capabilities: Capabilities) -> Verdict:
     """Compare each rewritten variant of the tiny model of `entry` with its original."""
     try:
-        skeleton = tiny_skeleton(entry)
+        skeleton = small_skeleton(entry)
     except NotBuildable as error:
         return Verdict("skipped", str(error))
-    size = sum(parameter.numel() for parameter in skeleton.parameters())
-    if size > LARGEST:
-        return Verdict("skipped", f"{size:,} parameters are too many for a tiny model")
     planned = make_plan(skeleton, Parallel(), capabilities)
     model = drawn_model(skeleton)
     chosen = _one_of_each_variant(planned)

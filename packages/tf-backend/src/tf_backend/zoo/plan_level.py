@@ -18,6 +18,9 @@ from tf_backend.zoo.rows import PlanFacts
 from tf_backend.zoo.shrink import tiny_config
 from tf_backend.zoo.types import Entry
 
+LARGEST = 20_000_000
+"""Parameters of a model that is given numbers."""
+
 
 class NotBuildable(Exception):
     """No model can be made of the default config of a type; `str` says why."""
@@ -32,6 +35,15 @@ def tiny_skeleton(entry: Entry) -> PreTrainedModel:
         except Exception as error:  # whatever a config's or a model's own code raises
             first = first or _first_sentence(error)
     raise NotBuildable(first)
+
+
+def small_skeleton(entry: Entry) -> PreTrainedModel:
+    """The tiny model of `entry` on meta, where it is small enough to be given numbers. Raises `NotBuildable`."""
+    model = tiny_skeleton(entry)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > LARGEST:
+        raise NotBuildable(f"{size:,} parameters are too many for a tiny model")
+    return model
 
 
 def plan_facts(entry: Entry, capabilities: Capabilities) -> PlanFacts:

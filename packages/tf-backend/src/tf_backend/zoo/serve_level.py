@@ -14,8 +14,7 @@ from typing import Any, Protocol, cast
 from transformers import PreTrainedModel
 
 from tf_backend.errors import OptionRefused
-from tf_backend.zoo.numbers_level import LARGEST
-from tf_backend.zoo.plan_level import NotBuildable, tiny_skeleton
+from tf_backend.zoo.plan_level import NotBuildable, small_skeleton
 from tf_backend.zoo.rows import Verdict
 from tf_backend.zoo.types import Entry
 
@@ -57,12 +56,9 @@ def oracle() -> Oracle:
 def serve_verdict(judge: Oracle, entry: Entry) -> Verdict:
     """Serve the tiny model of `entry` and compare."""
     try:
-        skeleton = tiny_skeleton(entry)
+        skeleton = small_skeleton(entry)
     except NotBuildable as error:
         return Verdict("skipped", str(error))
-    size = sum(parameter.numel() for parameter in skeleton.parameters())
-    if size > LARGEST:
-        return Verdict("skipped", f"{size:,} parameters are too many for a tiny model")
     with tempfile.TemporaryDirectory(prefix="tf-backend-zoo-") as folder:
         status, found, positions, worst = judge.judge(skeleton, Path(folder) / "model")
     if status == "equal":

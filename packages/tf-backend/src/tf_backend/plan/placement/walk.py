@@ -129,7 +129,17 @@ class Walk:
                 names.add(str(current.target))
         return frozenset(names)
 
+    def _require_own(self, scene: Scene, node: fx.Node) -> None:
+        """A weight that is read outside of its linear is whole, and so must the linear be: it stays as transformers wrote it."""
+        owner = str(node.target).rpartition(".")[0]
+        if any(other.op == "call_module" and other.target == owner for other in scene.trace.graph.nodes):
+            child = scene.trace.module.get_submodule(owner)
+            if linear_sizes(child) is not None:
+                raise Unplaced(f"`{node.target}` is read beside calling `{owner}`, which would be split")
+
     def _step(self, scene: Scene, node: fx.Node) -> State:
+        if node.op == "get_attr":
+            self._require_own(scene, node)
         if node.op in {"placeholder", "get_attr"}:
             return None
         if node.op == "call_module":
