@@ -641,3 +641,22 @@ def test_tensors_from_outside_are_constants() -> None:
     traced = trace(M(), (X,))
     (node,) = nodes(traced, "get_attr")
     assert traced.constants[node.target] is outside
+
+
+def test_the_same_call_can_be_traced_with_more_leaves() -> None:
+    def double(x):
+        return x + x
+
+    def halve(x):
+        return x * 0.5
+
+    class M(nn.Module):
+        def forward(self, x):
+            return halve(double(x))
+
+    first = trace(M(), (X,), leaves=[LeafCall(double)])
+    again = first.with_leaves([LeafCall(halve)])
+    assert [node.target for node in first.graph.nodes if node.target in (double, halve)] == [double]
+    assert [node.target for node in again.graph.nodes if node.target in (double, halve)] == [double, halve]
+    assert again.module is first.module
+    assert [text(again, node) for node in again.graph.nodes if node.target is halve] == ["halve(double(x))"]

@@ -46,6 +46,7 @@ class Trace:
     code: types.CodeType
     constants: Mapping[str, torch.Tensor]
     _notes: Notes = field(repr=False)
+    _again: Callable[[Sequence[LeafCall]], Trace] = field(repr=False)
 
     def value(self, node: fx.Node) -> object | Unknown:
         """The node's value, tensors on meta; `UNKNOWN` for the node at which a partial trace stopped."""
@@ -69,6 +70,10 @@ class Trace:
     def written_by(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Nodes that wrote into this node's tensor in place while later code went on using it."""
         return tuple(self._notes.written.get(node, ()))
+
+    def with_leaves(self, leaves: Sequence[LeafCall]) -> Trace:
+        """The same call of the same module, traced anew with `leaves` beside those that this trace has; its nodes are new."""
+        return self._again(leaves)
 
 
 _NOWHERE = Location(None, None, None, None, None)
@@ -153,11 +158,16 @@ def trace(
         code=function.__code__,
         constants=types.MappingProxyType(recorder.flow.constants),
         _notes=recorder.flow.notes,
+        _again=lambda more: trace(module, args, kwargs, leaves=[*_leaf_calls(leaves), *more], method=method),
     )
 
 
+def _leaf_calls(leaves: Any) -> list[LeafCall]:
+    return [LeafCall(*pair) for pair in leaves.items()] if isinstance(leaves, Mapping) else list(leaves)
+
+
 def _leaf_table(leaves: Any) -> dict[Any, Callable[..., Any] | None]:
-    pairs = leaves.items() if isinstance(leaves, Mapping) else [(leaf.function, leaf.meta) for leaf in leaves]
+    pairs = [(leaf.function, leaf.meta) for leaf in _leaf_calls(leaves)]
     table: dict[Any, Callable[..., Any] | None] = {}
     for function, meta in pairs:
         function = getattr(function, "__func__", function)

@@ -161,6 +161,7 @@ def test_several_calls_are_served_only_where_each_was_rewritten(model_of: Any, p
     }
     assert [fusion.name for v in plan.variants if v.class_name == "DiffLlamaAttention" for fusion in v.fusions] == [
         "qkv",
+        "rotary",
         "attention_calls",
     ] * 2
     without = [fusion for fusion in FUSIONS if fusion.name != "attention_calls"]

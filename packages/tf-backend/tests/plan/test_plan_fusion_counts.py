@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tf_backend.plan.schema import Plan
 from transformers import PreTrainedModel
-from vllm_layers_bridge.specs import RMSNormSpec
+from vllm_layers_bridge.specs import Angles, Pairing, RMSNormSpec, RotarySpec
 
 COUNTS = {
     "llama": ("Llama", 4, {"rms_norm": 9}),
@@ -27,6 +27,7 @@ def test_counts_of_four_layers(name: str, plan_of: Callable[..., Plan]) -> None:
     found = {(count.cls, count.fusion): count.count for count in plan.summary()}
     assert found == {
         (f"{prefix}Attention", "qkv"): layers,
+        (f"{prefix}Attention", "rotary"): 2 if name == "smollm3" else layers,
         (f"{prefix}MLP", "gated_mlp"): layers,
         (f"{prefix}RMSNorm", "rms_norm"): norms["rms_norm"],
     }
@@ -38,6 +39,7 @@ def test_gemma2_with_four_norms_a_layer_and_tanh_gelu(plan_of: Callable[..., Pla
     assert plan.refusals == ()
     assert {(count.cls, count.fusion, count.count) for count in plan.summary()} == {
         ("Gemma2Attention", "qkv", 2),
+        ("Gemma2Attention", "rotary", 2),
         ("Gemma2MLP", "gated_mlp", 2),
         ("Gemma2RMSNorm", "rms_norm", 9),
     }
@@ -106,3 +108,25 @@ def test_gate_and_up_of_one_tensor_are_two_shards(name: str, plan_of: Callable[.
     rules = [rule for rule in plan.weights if rule.source == weight]
     assert [(rule.target, rule.shard, rule.rows) for rule in rules] == [(weight, 0, (0, 192)), (weight, 1, (192, 384))]
     assert {rule.shape for rule in rules} == {(384, 128)}
+
+
+ROTARIES: dict[str, tuple[Pairing, Angles]] = {
+    "llama": ("halves", "twice"),
+    "phi3": ("halves", "twice"),
+    "stablelm": ("halves", "twice"),
+    "gpt_neox": ("halves", "twice"),
+    "cohere": ("adjacent", "twice"),
+    "glm4": ("adjacent", "first half"),
+    "ernie4_5": ("adjacent", "first half"),
+}
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_rotary_embeddings_are_calls_of_a_layer(name: str, plan_of: Callable[..., Plan]) -> None:
+    overrides: dict[str, object] = {"pad_token_id": 0} if name in {"phi3", "cohere", "glm4"} else {}
+    if name in {"glm4", "ernie4_5"}:
+        overrides["head_dim"] = 32
+    plan = plan_of(name, **overrides)
+    assert plan.refusals == ()
+    specs = [layer for module in plan.modules for layer in module.layers if isinstance(layer, RotarySpec)]
+    assert specs == [RotarySpec("rotary", *ROTARIES[name], token_axis=2, in_place=True)] * 2

@@ -108,6 +108,27 @@ class PositionTableSpec(msgspec.Struct, frozen=True, tag="position_table"):
     beyond: Literal["same", "another", "each its own"]
 
 
+Pairing: TypeAlias = Literal["halves", "adjacent"]
+"""Which two entries of a head are turned together: i and i + n of the first 2 n, or 2 i and 2 i + 1."""
+
+Angles: TypeAlias = Literal["twice", "first half", "once"]
+"""Cosines and sines as a forward has them: each stands twice, where its two entries do; only the first half is read; each stands once."""
+
+
+class RotarySpec(msgspec.Struct, frozen=True, tag="rotary"):
+    """Turns pairs of entries of each head by an angle for each token: what a call in the forward did.
+
+    Heads are [1, heads, tokens, head_dim] where `token_axis` is 2, [1, tokens, heads, head_dim] where it is 1. `in_place`: what is turned
+    is read by nothing else, so that it may be overwritten. Widths are those of what the layer is called with.
+    """
+
+    name: str
+    pairing: Pairing
+    angles: Angles
+    token_axis: Literal[1, 2]
+    in_place: bool
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True, tag="embedding"):
     """A token embedding, its rows split over ranks."""
 
@@ -133,6 +154,7 @@ LayerSpec: TypeAlias = (
     | ActivationAndMulSpec
     | RMSNormSpec
     | PositionTableSpec
+    | RotarySpec
     | EmbeddingSpec
     | HeadLinearSpec
 )

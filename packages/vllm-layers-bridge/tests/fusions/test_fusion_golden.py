@@ -12,6 +12,7 @@ from ast_rewrite import FunctionSource
 from torch import nn
 from transformers import (
     Gemma2Config,
+    Glm4Config,
     GPT2Config,
     GPTBigCodeConfig,
     LlamaConfig,
@@ -21,14 +22,15 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.glm4.modeling_glm4 import Glm4Attention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeAttention
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
-from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, PackedQKV, RMSNorm
+from vllm_layers_bridge.fusions import QKV, GatedMLP, ModuleFacts, PackedGatedMLP, PackedQKV, RMSNorm, Rotary
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -115,6 +117,25 @@ def test_norm(
 
 def test_olmo2_norm_takes_the_configured_eps() -> None:
     assert Olmo2RMSNorm(64, Olmo2Config(rms_norm_eps=1e-3).rms_norm_eps).variance_epsilon == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "kv_heads"),
+    [(LlamaAttention, LlamaConfig(**SIZES), 2), (Glm4Attention, Glm4Config(pad_token_id=0, **SIZES), 2)],
+)
+def test_rotary(
+    fuse: Callable[..., Any],
+    golden: Callable[[str, str], None],
+    attention_calls: Callable[[nn.Module], None],
+    cls: type[nn.Module],
+    config: Any,
+    kv_heads: int,
+) -> None:
+    module = cls(config, layer_idx=0)
+    attention_calls(module)
+    arguments = {"hidden_states": X, "position_embeddings": (ROTARY, ROTARY.clone()), "attention_mask": None}
+    facts = ModuleFacts("attention", args=(), kwargs=arguments, holds_twice=lambda *_: True)
+    _compare(golden, fuse(Rotary(), module, facts=facts, **arguments))
 
 
 def _compare(golden: Callable[[str, str], None], fused: Any) -> None:

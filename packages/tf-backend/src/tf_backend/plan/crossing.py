@@ -160,7 +160,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     numbers[id(module)], dict[int | str, Any](enumerate(args)) | dict[int | str, Any](kwargs.items())
                 )
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.stack.pop()
             if id(module) in numbers:
                 self.inside, self.done = None, numbers[id(module)]

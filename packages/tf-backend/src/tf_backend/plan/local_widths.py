@@ -16,8 +16,9 @@ from ast_rewrite import CompiledRewrite
 from fx_match import LeafCall, Trace, trace
 from torch import fx, nn
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
+from vllm_layers_bridge.layers.rotary import Rotary
 from vllm_layers_bridge.seams.leaf import attention_leaf, holder_name
-from vllm_layers_bridge.specs import ActivationAndMulSpec, MergedLinearSpec, QKVLinearSpec
+from vllm_layers_bridge.specs import ActivationAndMulSpec, MergedLinearSpec, QKVLinearSpec, RotarySpec
 
 from tf_backend.generated import derive
 from tf_backend.plan.modules import consumed_children
@@ -215,6 +216,8 @@ def _merge(local: nn.Module, module: nn.Module, plan: ModulePlan, ranks: int) ->
             local._modules[layer.name] = _meta_linear(layer.in_features, total, like)
         elif isinstance(layer, ActivationAndMulSpec):
             local._modules[layer.name] = _HalfProduct()
+        elif isinstance(layer, RotarySpec):
+            local._modules[layer.name] = Rotary(layer)
 
 
 def _copy(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

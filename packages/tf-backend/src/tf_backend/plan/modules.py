@@ -25,6 +25,7 @@ from vllm_layers_bridge.specs import (
     QKVLinearSpec,
 )
 
+from tf_backend.plan.angles import AnglesMade
 from tf_backend.plan.observe import Observation
 from tf_backend.plan.schema import Action, ModulePlan, WeightRule
 from tf_backend.plan.sharing import tied_copies
@@ -47,6 +48,7 @@ def plan_modules(
     """
     plans: list[ModulePlan] = []
     taken: set[str] = set()
+    angles = AnglesMade(model, seen)
     for name, module in model.named_modules():
         if name in taken or any(name.startswith(f"{gone}.") for gone in taken):
             continue
@@ -64,7 +66,8 @@ def plan_modules(
         if name in {"", base} or not is_traced(module) or name not in seen.calls:
             continue
         call = seen.calls[name]
-        outcome = table.outcome(module, call, ModuleFacts(name, attention.get(name, ()), call.args, call.kwargs))
+        facts = ModuleFacts(name, attention.get(name, ()), call.args, call.kwargs, angles.holds_twice)
+        outcome = table.outcome(module, call, facts)
         built = outcome.built
         replaces = any(fusion.replaces_module for fusion in built.applied)
         action: Action = "replace" if replaces else "rewrite" if built.applied else "keep"

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm_layers_bridge.layers.position_table import PositionCall
 from vllm_layers_bridge.seams.leaf import attention_leaf
 
 from tf_backend.plan.borrowed import BorrowedParameters
@@ -87,6 +88,15 @@ class Failure:
 
 
 @dataclass(slots=True)
+class Made:
+    """Tensors that a module without parameters made from positions, [1, tokens], in one of its calls."""
+
+    module: str
+    call: PositionCall
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
 class Observation:
     """All that one run showed."""
 
@@ -94,6 +104,7 @@ class Observation:
     calls: dict[str, ModuleCall] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)
     mixing: list[Mixing] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
     failure: Failure | None = None
     position_rows: tuple[PositionRows, ...] = ()
     borrowed: frozenset[str] = frozenset()
@@ -177,9 +188,13 @@ class _Observer:
             call = ModuleCall(args, dict(kwargs))
             self.seen.calls.setdefault(name, call).signatures.add(call.signature)
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.stack.pop()
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            name = self.stack.pop()
+            call = PositionCall(args, dict(kwargs))
+            if isinstance(output, tuple) and id(module) in without_parameters and call.positions() is not None:
+                self.seen.made.append(Made(name, call, tuple(t for t in output if isinstance(t, torch.Tensor))))
 
+        without_parameters = {id(m) for m in self.model.modules() if not any(True for _ in m.parameters())}
         return watching(self.model, enter, leave)
 
     def _mask(self, *, mask_function: Callable[..., Any], kv_length: int, q_length: int, **_: Any) -> torch.Tensor:
@@ -221,9 +236,9 @@ class _Observer:
 
 @contextmanager
 def watching(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Call ``enter(module, args, kwargs)`` before each module of `model` runs and ``leave(module, args, output)`` after it."""
+    """Call ``enter(module, args, kwargs)`` before each module of `model` runs and ``leave(module, args, kwargs, output)`` after it."""
     handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in model.modules()]
-    handles += [m.register_forward_hook(leave) for m in model.modules()]
+    handles += [m.register_forward_hook(leave, with_kwargs=True) for m in model.modules()]
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ def stand_in_for_failed(model: PreTrainedModel, seen: Observation) -> str | None
         return None
     if not set(_full(name, module)) <= set(non_persistent_buffers(model)):
         return None
-    real = _on_cpu(model, name, module)
+    real = on_cpu(model, name, module)
     if real is None or not _is_of_positions(real, call):
         return None
     parent, _, leaf = name.rpartition(".")
@@ -140,7 +140,7 @@ def _is_of_positions(real: nn.Module, call: PositionCall) -> bool:
     )
 
 
-def _on_cpu(model: PreTrainedModel, name: str, module: nn.Module) -> nn.Module | None:
+def on_cpu(model: PreTrainedModel, name: str, module: nn.Module) -> nn.Module | None:
     """A copy with its buffers computed; None where the model's initialisation does not."""
     real = copy.deepcopy(module)
     try:

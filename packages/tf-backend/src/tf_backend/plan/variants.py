@@ -17,6 +17,7 @@ from ast_rewrite import CompiledRewrite, FunctionSource, Patch, RewriteError
 from fx_match import MISSING, LeafCall, Match, Miss, Trace, trace
 from torch import nn
 from vllm_layers_bridge.errors import NotFusable
+from vllm_layers_bridge.fusions import AttentionCalls, Rotary
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec
@@ -52,6 +53,10 @@ class Outcome:
 
     built: Built
     layers: tuple[LayerSpec, ...]
+
+
+_BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name})
+"""Fusions whose part of a forward no other fusion takes: a miss is told beside the matches of others."""
 
 
 class VariantTable:
@@ -123,7 +128,7 @@ class VariantTable:
 def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str, str]) -> Built:
     cls = traced.trace.module_class
     place = place_of_class(cls)
-    misses = [record for record in traced.misses.values() if not traced.matches]
+    misses = [record for record in traced.misses.values() if not traced.matches or record.fusion in _BESIDE_OTHERS]
     misses += [MissRecord(name, reason, place) for name, reason in excluded.items()]
     chosen = [fusion for fusion in fusions if fusion.name in traced.matches and fusion.name not in excluded]
     whole = next((fusion for fusion in chosen if fusion.replaces_module), None)

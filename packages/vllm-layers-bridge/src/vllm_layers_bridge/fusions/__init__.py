@@ -10,8 +10,9 @@ from vllm_layers_bridge.fusions.packed_qkv import PackedQKV
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts, is_plain_linear
 from vllm_layers_bridge.fusions.qkv import QKV
 from vllm_layers_bridge.fusions.rms_norm import RMSNorm
+from vllm_layers_bridge.fusions.rotary import Rotary
 
-FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV(), AttentionCalls())
+FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls())
 """In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "PackedGatedMLP",
     "PackedQKV",
     "RMSNorm",
+    "Rotary",
     "is_plain_linear",
 ]

@@ -7,16 +7,16 @@ variant share code and not sizes, nor what their children are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ast_rewrite import Patch
 from fx_match import Match, Miss, Trace
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_layers_bridge.fusions.children import is_plain_linear
-from vllm_layers_bridge.specs import AttentionSpec, LayerSpec
+from vllm_layers_bridge.specs import AttentionSpec, LayerSpec, Pairing
 
 __all__ = ["Fusion", "ModuleFacts", "is_plain_linear"]
 
@@ -35,6 +35,8 @@ class ModuleFacts:
     """Positional arguments of its first call, tensors on meta."""
     kwargs: Mapping[str, Any] | None = None
     """Keyword arguments of its first call, tensors on meta."""
+    holds_twice: Callable[[Tensor, Pairing], bool] | None = None
+    """Whether the values in one of these tensors come in twos, of which the second equals the first, for any tokens that are given."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from vllm_layers_bridge.layers.activation import build_activation_and_mul
 from vllm_layers_bridge.layers.embedding import build_embedding, build_head
 from vllm_layers_bridge.layers.linear import build_linear, build_merged_linear, build_qkv_linear
 from vllm_layers_bridge.layers.norm import build_rms_norm
+from vllm_layers_bridge.layers.rotary import build_rotary
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
     EmbeddingSpec,
@@ -26,6 +27,7 @@ from vllm_layers_bridge.specs import (
     PositionTableSpec,
     QKVLinearSpec,
     RMSNormSpec,
+    RotarySpec,
 )
 
 
@@ -60,6 +62,8 @@ def _build(spec: LayerSpec, prefix: str, context: BuildContext) -> nn.Module:
             return build_activation_and_mul(spec.activation)
         case RMSNormSpec():
             return build_rms_norm(spec)
+        case RotarySpec():
+            return build_rotary(spec)
         case EmbeddingSpec():
             return build_embedding(spec, prefix, context.quant_config)
         case HeadLinearSpec():
