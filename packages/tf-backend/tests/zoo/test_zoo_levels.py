@@ -21,7 +21,7 @@ Get = Callable[[str], Entry]
 def test_a_plan_on_one_rank_and_on_two(entry: Get, platform: Capabilities) -> None:
     facts = plan_facts(entry("causal/llama"), platform)
     assert (facts.status, facts.reason, facts.tensor_2) == ("served", "", "split")
-    assert facts.fusions == {"gated_mlp": 2, "qkv": 2, "rms_norm": 5}
+    assert facts.fusions == {"gated_mlp": 2, "qkv": 2, "rms_norm": 5, "rotary": 2}
 
 
 def test_a_refusal_says_why_and_what_to_do(entry: Get, platform: Capabilities) -> None:

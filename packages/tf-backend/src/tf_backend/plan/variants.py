@@ -56,7 +56,7 @@ class Outcome:
 
 
 _BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name})
-"""Fusions whose part of a forward no other fusion takes: a miss is told beside the matches of others."""
+"""Fusions whose part of a forward no other fusion takes: a miss is told beside the matches of others, and theirs beside a match here."""
 
 
 class VariantTable:
@@ -128,7 +128,8 @@ class VariantTable:
 def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str, str]) -> Built:
     cls = traced.trace.module_class
     place = place_of_class(cls)
-    misses = [record for record in traced.misses.values() if not traced.matches or record.fusion in _BESIDE_OTHERS]
+    taken = traced.matches.keys() - _BESIDE_OTHERS
+    misses = [record for record in traced.misses.values() if not taken or record.fusion in _BESIDE_OTHERS]
     misses += [MissRecord(name, reason, place) for name, reason in excluded.items()]
     chosen = [fusion for fusion in fusions if fusion.name in traced.matches and fusion.name not in excluded]
     whole = next((fusion for fusion in chosen if fusion.replaces_module), None)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from moe_runner import AnyExpertsSpec
 from torch import nn
+from vllm_layers_bridge.layers.rotary import Rotary
 from vllm_layers_bridge.specs import (
     ActivationAndMulSpec,
     LayerSpec,
@@ -17,6 +18,7 @@ from vllm_layers_bridge.specs import (
     MergedLinearSpec,
     QKVLinearSpec,
     RMSNormSpec,
+    RotarySpec,
     Source,
 )
 
@@ -43,6 +45,8 @@ def stand_in(spec: LayerSpec | AnyExpertsSpec, module: nn.Module) -> nn.Module:
             return _ActivationAndMul(spec.activation)
         case RMSNormSpec():
             return _RMSNorm(spec, module)
+        case RotarySpec():
+            return Rotary(spec)
         case _:
             raise NoStandIn(str(spec.__struct_config__.tag).replace("_", " "))
 
