@@ -139,7 +139,7 @@ def client(server: Server) -> Any:
 
 def test_our_classes_serve_the_model(server: Server, client: Any) -> None:
     assert [model.id for model in client.models.list().data] == [MODEL]
-    assert "tf-backend serves LlamaForCausalLM: 121 modules fused" in server.text()
+    assert "tf-backend serves LlamaForCausalLM: 151 fusions" in server.text()
 
 
 def test_completion_and_its_usage(client: Any) -> None:

@@ -125,7 +125,7 @@ class TransformersForCausalLM(nn.Module):
                 logger.warning("%s: %s not applied: %s", variant.class_name, miss.fusion, miss.reason)
         fused = sum(count.count for count in self.plan.summary())
         logger.info(
-            "tf-backend serves %s: %d modules fused, plan %s",
+            "tf-backend serves %s: %d fusions, plan %s",
             self.plan.provenance.architecture,
             fused,
             self.plan.hash[:12],
