@@ -1,45 +1,19 @@
-"""What a trace holds: nodes, values, spans, reads, stops; and that it leaves no trace of its own behind."""
+"""What a trace holds: nodes, values, spans, reads."""
 
 import collections
 import functools
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fx_match import MISSING, UNKNOWN, LeafCall, SourceSpan, TraceInputError, canonical, trace
-from torch import fx, nn
-
-
-class GatedMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 8)
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
-        self.act = nn.SiLU()
-
-    def forward(self, x):
-        return self.down(self.act(self.gate(x)) * self.up(x))
-
+from fx_match import MISSING, SourceSpan, canonical, trace
+from torch import nn
 
 X = torch.zeros(2, 3, 4)
 
 
-def nodes(traced, kind):
-    return [node for node in traced.graph.nodes if kind in (node.op, canonical(node))]
-
-
-def text(traced, node) -> str:
-    span = traced.span(node)
-    with open(traced.code.co_filename) as file:
-        lines = file.read().splitlines()
-    assert span.lineno == span.end_lineno
-    return lines[span.lineno - 1].encode()[span.col : span.end_col].decode()
-
-
-def test_nodes_values_and_spans_of_a_gated_mlp() -> None:
-    traced = trace(GatedMLP(), (X,))
+def test_nodes_values_and_spans_of_a_gated_mlp(gated_mlp, nodes, text) -> None:
+    traced = trace(gated_mlp, (X,))
     assert traced.complete
     assert traced.stop is None
     assert [node.name for node in traced.graph.nodes] == ["x", "gate", "act", "up", "mul", "down", "output"]
@@ -53,11 +27,11 @@ def test_nodes_values_and_spans_of_a_gated_mlp() -> None:
     assert traced.value(nodes(traced, "mul")[0]).shape == (2, 3, 8)
     assert traced.value(nodes(traced, "mul")[0]).is_meta
     assert traced.output is nodes(traced, "module")[-1]
-    assert traced.module_class is GatedMLP
-    assert traced.code is GatedMLP.forward.__code__
+    assert traced.module_class is type(gated_mlp)
+    assert traced.code is type(gated_mlp).forward.__code__
 
 
-def test_a_multiline_and_non_ascii_expression_has_its_byte_columns() -> None:
+def test_a_multiline_and_non_ascii_expression_has_its_byte_columns(nodes, text) -> None:
     class M(nn.Module):
         def forward(self, x):
             é = x
@@ -72,7 +46,7 @@ def test_a_multiline_and_non_ascii_expression_has_its_byte_columns() -> None:
     assert traced.spans_hit(span) == [cat]
 
 
-def test_a_loop_hits_one_span_several_times() -> None:
+def test_a_loop_hits_one_span_several_times(nodes) -> None:
     class M(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,7 +67,7 @@ def _rotate(x):
     return torch.cat((-x, x), dim=-1)
 
 
-def test_a_node_made_in_a_helper_carries_both_spans() -> None:
+def test_a_node_made_in_a_helper_carries_both_spans(nodes, text) -> None:
     class M(nn.Module):
         def forward(self, x):
             return _rotate(x) + 1
@@ -108,7 +82,7 @@ def test_a_node_made_in_a_helper_carries_both_spans() -> None:
     assert location.line == _rotate.__code__.co_firstlineno + 1
 
 
-def test_parts_of_a_tuple_are_nodes_without_a_span_behind_the_whole() -> None:
+def test_parts_of_a_tuple_are_nodes_without_a_span_behind_the_whole(nodes) -> None:
     class M(nn.Module):
         def forward(self, x, pair):
             a, b = pair
@@ -129,7 +103,7 @@ def test_parts_of_a_tuple_are_nodes_without_a_span_behind_the_whole() -> None:
     assert traced.output == (nodes(traced, "mul")[0], (parts[2], parts[3]))
 
 
-def test_a_tuple_passed_on_whole_stays_one_argument() -> None:
+def test_a_tuple_passed_on_whole_stays_one_argument(nodes) -> None:
     class Child(nn.Module):
         def forward(self, pair):
             return pair[0] + pair[1]
@@ -146,7 +120,7 @@ def test_a_tuple_passed_on_whole_stays_one_argument() -> None:
     assert nodes(traced, "module")[0].args == (nodes(traced, "placeholder")[0],)
 
 
-def test_parameters_and_buffers_are_get_attr_nodes_with_the_span_of_their_read() -> None:
+def test_parameters_and_buffers_are_get_attr_nodes_with_the_span_of_their_read(nodes, text) -> None:
     class M(nn.Module):
         def __init__(self):
             super().__init__()
@@ -164,7 +138,7 @@ def test_parameters_and_buffers_are_get_attr_nodes_with_the_span_of_their_read()
     assert text(traced, weight) == "self.weight"
 
 
-def test_results_that_are_their_own_input_are_nodes_of_their_own() -> None:
+def test_results_that_are_their_own_input_are_nodes_of_their_own(nodes) -> None:
     class M(nn.Module):
         def forward(self, x):
             y = x.contiguous().float()
@@ -193,7 +167,7 @@ def test_tensors_pass_for_tensors() -> None:
     assert read == {"x.dtype", "x.ndim", "x.dim()", "x.device", "x.is_cuda"}
 
 
-def test_concrete_arguments_are_passed_through_and_defaults_apply() -> None:
+def test_concrete_arguments_are_passed_through_and_defaults_apply(nodes) -> None:
     class M(nn.Module):
         def forward(self, x, *rest, factor=3.0, cache=None, flag, **kwargs):
             for other in rest:
@@ -208,7 +182,7 @@ def test_concrete_arguments_are_passed_through_and_defaults_apply() -> None:
     assert len(cache) == 1
 
 
-def test_dataclasses_mappings_and_namedtuples_are_returned_with_nodes() -> None:
+def test_dataclasses_mappings_and_namedtuples_are_returned_with_nodes(nodes) -> None:
     Pair = collections.namedtuple("Pair", "left right")
 
     class M(nn.Module):
@@ -242,7 +216,7 @@ def _wrapped(function):
 
 
 @pytest.mark.parametrize("decorator", [_bare, _wrapped, torch.no_grad(), lambda f: _bare(_wrapped(torch.no_grad()(f)))])
-def test_the_span_is_in_the_forward_below_its_decorators(decorator) -> None:
+def test_the_span_is_in_the_forward_below_its_decorators(decorator, nodes, text) -> None:
     class M(nn.Module):
         @decorator
         def forward(self, x):
@@ -253,8 +227,8 @@ def test_the_span_is_in_the_forward_below_its_decorators(decorator) -> None:
     assert text(traced, nodes(traced, "mul")[0]) == "x * 2"
 
 
-def test_super_and_other_methods() -> None:
-    class M(GatedMLP):
+def test_super_and_other_methods(gated_mlp, nodes, text) -> None:
+    class M(type(gated_mlp)):
         def forward(self, x):
             return super().forward(x) + 1
 
@@ -269,8 +243,8 @@ def test_super_and_other_methods() -> None:
     assert text(doubled, nodes(doubled, "mul")[-1]) == "2 * self(x)"
 
 
-def test_a_forward_bound_on_the_instance_is_the_one_traced() -> None:
-    module = GatedMLP()
+def test_a_forward_bound_on_the_instance_is_the_one_traced(gated_mlp) -> None:
+    module = gated_mlp
     module.forward = lambda x: x + 5
     assert [canonical(node) for node in trace(module, (X,)).graph.nodes] == ["placeholder", "add", "output"]
 
@@ -317,346 +291,3 @@ def test_reads_of_a_childs_attribute_have_its_path() -> None:
     module = Reader()
     module.bias = nn.Parameter(torch.ones(4))
     assert trace(module, (X,)).reads["child.factor"] == 2
-
-
-# Leaves
-
-
-def attention(module, query, *, scale: float, mask=None):
-    raise AssertionError("never runs")
-
-
-REGISTRY = {"eager": attention}
-
-
-class Attends(nn.Module):
-    def forward(self, x, **kwargs):
-        interface = REGISTRY["eager"]
-        output, weights = interface(self, x, scale=0.5, **kwargs)
-        return output, weights
-
-
-def test_a_leaf_function_is_one_node_with_all_its_arguments() -> None:
-    module = Attends()
-    traced = trace(module, (X,), {"mask": None}, leaves={attention: lambda m, q, **kwargs: (q.transpose(1, 2), None)})
-    assert traced.complete, traced.stop
-    (leaf,) = [node for node in traced.graph.nodes if node.target is attention]
-    assert leaf.args == (module, nodes(traced, "placeholder")[0])
-    assert leaf.kwargs == {"scale": 0.5, "mask": None}
-    assert text(traced, leaf) == "interface(self, x, scale=0.5, **kwargs)"
-    assert traced.output[0].args == (leaf, 0)
-    assert traced.value(traced.output[0]).shape == (2, 4, 3)
-    assert traced.output[1] is None
-
-
-def test_a_leaf_without_meta_function_is_run_itself_and_closures_can_be_leaves() -> None:
-    factor = 3
-
-    def closure(x, power=2):
-        return x**power * factor
-
-    class M(nn.Module):
-        def forward(self, x):
-            return closure(x)
-
-    traced = trace(M(), (X,), leaves=[LeafCall(closure)])
-    assert [canonical(node) for node in traced.graph.nodes][0::2] == ["placeholder", "output"]
-    assert nodes(traced, "call_function")[0].target is closure
-    assert closure(torch.tensor(2.0)).item() == 12
-
-
-def test_torch_functions_and_module_classes_can_be_leaves() -> None:
-    class Router(nn.Module):
-        def forward(self, x):
-            return x.nonzero()
-
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.router = Router()
-
-        def forward(self, x):
-            return torch.nonzero(x), self.router(x)
-
-    assert not trace(M(), (X,)).complete
-    traced = trace(
-        M(),
-        (X,),
-        leaves={torch.nonzero: lambda x: x.new_empty(5, 3), Router: lambda child, x: x.new_empty(6, 3)},
-    )
-    assert traced.complete, traced.stop
-    assert [traced.value(node).shape[0] for node in traced.output] == [5, 6]
-
-
-# Stops
-
-
-def test_a_branch_on_data_stops_with_reason_span_and_the_nodes_so_far() -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            y = x * 2
-            if y.sum() > 0:
-                return y
-            return -y
-
-    traced = trace(M(), (X,))
-    assert not traced.complete
-    assert traced.output is None
-    assert "needs the data of a tensor" in traced.stop.reason
-    assert traced.stop.exception == "RuntimeError"
-    assert text(traced, nodes(traced, "gt")[0]) == "y.sum() > 0"
-    assert traced.stop.span == traced.span(nodes(traced, "gt")[0])
-    assert canonical(list(traced.graph.nodes)[1]) == "mul"
-    assert traced.value(list(traced.graph.nodes)[-1]) is UNKNOWN
-
-
-@pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: x.tolist(), lambda x: float(x), lambda x: x.nonzero()])
-def test_reading_data_stops(read) -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            return x * 2, read(x.sum())
-
-    traced = trace(M(), (X,))
-    assert not traced.complete
-    assert traced.stop.span is not None
-    assert "data of a tensor" in traced.stop.reason
-
-
-def _fails_deep(x):
-    raise KeyError("no such mask")
-
-
-def test_an_exception_stops_at_the_call_in_the_forward_and_names_the_line_that_raised() -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            y = x + 1
-            return _fails_deep(y)
-
-    traced = trace(M(), (X,))
-    assert traced.stop.exception == "KeyError"
-    assert "no such mask" in traced.stop.reason
-    assert traced.stop.location.function == "_fails_deep"
-    assert traced.stop.location.text == 'raise KeyError("no such mask")'
-    assert traced.stop.span.lineno == traced.code.co_firstlineno + 2
-
-
-# Nothing left behind
-
-
-def test_hooks_are_gone_after_success_failure_and_nesting() -> None:
-    call = nn.Module.__call__
-
-    class Inner(nn.Module):
-        def forward(self, x):
-            inner = trace(GatedMLP(), (x,))
-            assert inner.complete
-            return x * len(inner.graph.nodes)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            self.inner(x)
-            raise ValueError
-
-    code = attention.__code__
-    traced = trace(Outer(), (X,), leaves={attention: attention})
-    assert traced.stop.exception == "ValueError"
-    assert nodes(traced, "module")[0].target == "inner"
-    assert nn.Module.__call__ is call
-    assert "__getattribute__" not in vars(nn.Module)
-    assert attention.__code__ is code
-    assert "range" not in globals()
-
-
-def test_the_modules_state_is_put_back_and_its_data_untouched() -> None:
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-            self.register_buffer("count", torch.zeros(()))
-            self.seen = None
-
-        def forward(self, x):
-            self.seen = x
-            self.extra = 1
-            self.count += 1
-            self.register_buffer("late", x)
-            del self.norm.running_mean
-            return self.norm(x) if False else x * self.count
-
-    module = M()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    traced = trace(module, (X,))
-    assert traced.complete, traced.stop
-    after = module.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert module.seen is None
-    assert not hasattr(module, "extra")
-
-
-def test_children_with_real_weights_are_not_computed_and_not_changed() -> None:
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return self.norm(x)
-
-    module = M().train()
-    traced = trace(module, (X + 1,))
-    assert traced.value(nodes(traced, "module")[0]).is_meta
-    assert module.norm.num_batches_tracked == 0
-    assert torch.equal(module.norm.running_mean, torch.zeros(3))
-
-
-def test_another_thread_runs_modules_undisturbed_while_a_trace_runs() -> None:
-    entered, leave = threading.Event(), threading.Event()
-    other = GatedMLP()
-    expected = other(torch.ones(1, 4))
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            entered.set()
-            assert leave.wait(10)
-            return x + 1
-
-    traces = []
-    thread = threading.Thread(target=lambda: traces.append(trace(Waits(), (X,), leaves={attention: attention})))
-    thread.start()
-    assert entered.wait(10)
-    assert torch.equal(other(torch.ones(1, 4)), expected)
-    with pytest.raises(AssertionError, match="never runs"):
-        attention(None, None, scale=1.0)
-    leave.set()
-    thread.join()
-    assert [canonical(node) for node in traces[0].graph.nodes] == ["placeholder", "add", "output"]
-
-
-# Misuse
-
-
-def test_misuse_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, found function"):
-        trace(lambda x: x)
-    with pytest.raises(TraceInputError, match="no Python method named 'nothing'"):
-        trace(GatedMLP(), (X,), method="nothing")
-    with pytest.raises(TraceInputError, match="missing a required argument: 'x'"):
-        trace(GatedMLP())
-    with pytest.raises(TraceInputError, match="unexpected keyword argument 'y'"):
-        trace(GatedMLP(), (X,), {"y": 1})
-    with pytest.raises(TraceInputError, match="a leaf must be"):
-        trace(GatedMLP(), (X,), leaves={len: len})
-
-
-# Dataflow
-
-
-def test_a_graph_computes_what_the_module_computes() -> None:
-    class M(GatedMLP):
-        def forward(self, x):
-            batch, length, _ = x.shape
-            y = super().forward(x).view(batch * length, -1)
-            y = (y + 1) / (2 - y) ** 2
-            y += 3
-            first, second = y.unflatten(0, (batch, length)).chunk(2, dim=-1)
-            return 1 / torch.softmax(first, dim=-1), second.mean(-1, keepdim=True)
-
-    module = M()
-    traced = trace(module, (X,))
-    assert traced.complete, traced.stop
-    for shape in ((2, 3, 4), (5, 7, 4)):
-        x = torch.randn(shape)
-        found = fx.Interpreter(module, graph=traced.graph).run(x)
-        for left, right in zip(found, module(x), strict=True):
-            assert torch.equal(left, right)
-
-
-def test_a_write_in_place_is_the_value_from_then_on() -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            y = x.clone()
-            y += 1
-            y.mul_(2)
-            return y
-
-    traced = trace(M(), (X,))
-    add, mul = [node for node in traced.graph.nodes if node.target in ("add_", "mul_")]
-    assert mul.args[0] is add
-    assert traced.output is mul
-
-
-def test_a_write_through_an_index_or_a_view_marks_the_value() -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            y, z, w = x.clone(), x.clone(), x.clone()
-            y[0] = 1
-            z.view(-1).add_(1)
-            return y * 2, z * 2, w * 2
-
-    traced = trace(M(), (X,))
-    y, z, w = nodes(traced, "clone")
-    assert [node.target for node in traced.written_by(z)] == ["add_"]
-    assert [canonical(node) for node in traced.written_by(y)] == ["setitem"]
-    assert traced.written_by(w) == ()
-
-
-def test_what_torchscript_computes_is_in_the_graph() -> None:
-    @torch.jit.script
-    def scripted(x, y):
-        return torch.sigmoid(x) * y
-
-    class M(nn.Module):
-        def forward(self, x):
-            return scripted(x, x + 1) * 2
-
-    traced = trace(M(), (X,))
-    assert [canonical(node) for node in traced.graph.nodes] == ["placeholder", "add", "sigmoid", "mul", "mul", "output"]
-
-
-def test_values_made_in_the_trace_from_constants_may_be_looked_into() -> None:
-    class M(nn.Module):
-        def forward(self, x):
-            steps = torch.tensor([1, 2, 3])
-            for step in steps.tolist():
-                x = x * step
-            return x + steps.sum()
-
-    traced = trace(M(), (X,))
-    assert traced.complete, traced.stop
-    assert [node.args[1] for node in nodes(traced, "mul")] == [1, 2, 3]
-
-
-def test_tensors_from_outside_are_constants() -> None:
-    outside = torch.arange(4.0)
-
-    class M(nn.Module):
-        def forward(self, x):
-            return x + outside
-
-    traced = trace(M(), (X,))
-    (node,) = nodes(traced, "get_attr")
-    assert traced.constants[node.target] is outside
-
-
-def test_the_same_call_can_be_traced_with_more_leaves() -> None:
-    def double(x):
-        return x + x
-
-    def halve(x):
-        return x * 0.5
-
-    class M(nn.Module):
-        def forward(self, x):
-            return halve(double(x))
-
-    first = trace(M(), (X,), leaves=[LeafCall(double)])
-    again = first.with_leaves([LeafCall(halve)])
-    assert [node.target for node in first.graph.nodes if node.target in (double, halve)] == [double]
-    assert [node.target for node in again.graph.nodes if node.target in (double, halve)] == [double, halve]
-    assert again.module is first.module
-    assert [text(again, node) for node in again.graph.nodes if node.target is halve] == ["halve(double(x))"]
