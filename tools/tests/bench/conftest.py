@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,7 +78,13 @@ class FakeLaunch:
     stop_after: int | None = None
     started: list[Start] = field(default_factory=list)
 
-    def __call__(self, settings: Settings, start: Start, attempt: int, caches: Path, timeout: float) -> Row:
+    def __call__(
+        self, settings: Settings, starts: Sequence[Start], attempt: int, caches: Path, timeout: float
+    ) -> Iterator[Row]:
+        for start in starts:
+            yield self._launch(settings, start, attempt, caches)
+
+    def _launch(self, settings: Settings, start: Start, attempt: int, caches: Path) -> Row:
         if self.stop_after is not None and len(self.started) >= self.stop_after:
             raise KeyboardInterrupt
         self.started.append(start)
@@ -108,7 +114,7 @@ class SilentProgress:
     def __init__(self) -> None:
         self.steps = 0
 
-    def begins(self, start: Start) -> None:
+    def begins(self, starts: Sequence[Start]) -> None:
         pass
 
     def ended(self, row: Row) -> None:

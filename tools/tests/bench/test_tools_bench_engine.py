@@ -47,6 +47,6 @@ def test_a_pair_is_measured(checkpoint: Callable[[str], Path], progress: object,
 
 def test_a_model_that_cannot_be_loaded_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    row = launch(_settings(tmp_path), Start("eager", 0, "in-tree", 0, (0,)), 1, tmp_path / "caches", 300.0)
+    (row,) = launch(_settings(tmp_path), [Start("eager", 0, "in-tree", 0, (0,))], 1, tmp_path / "caches", 300.0)
     assert row.result is None
     assert "Error" in row.failure

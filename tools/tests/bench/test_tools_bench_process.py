@@ -8,7 +8,7 @@ import stat
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,23 +25,39 @@ FINISHED = """
     open(RESULT, "w").write(json.dumps({"result": result}))
 """
 
+TURN = """
+    def turn():
+        os.write(ASKS, b"a")
+        os.read(GRANTED, 1)
+"""
+
 Launched = Callable[..., Row]
+LaunchedAll = Callable[..., tuple[Row, ...]]
 
 
 @pytest.fixture
-def launched(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Launch with a program in the place of Python: it finds the two file names, and does as the test says."""
+def launched_all(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchedAll:
+    """Launch with a program in the place of Python: it finds files and pipes, and does as the test says."""
 
-    def run(body: str, timeout: float = 20.0, changed: Settings | None = None) -> Row:
+    def run(
+        body: str, timeout: float = 20.0, changed: Settings | None = None, starts: Sequence[Start] = (START,)
+    ) -> tuple[Row, ...]:
         program = tmp_path / "program"
-        head = f"#!{sys.executable} -I\nimport json, os, signal, sys, time\nREQUEST, RESULT = sys.argv[-2:]\n"
+        head = f"#!{sys.executable} -I\nimport json, os, signal, sys, time\nREQUEST, RESULT = sys.argv[-4:-2]\n"
+        head += "ASKS, GRANTED = map(int, sys.argv[-2:])\n"
         program.write_text(head + textwrap.dedent(body))
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         with monkeypatch.context() as patch:
             patch.setattr("tf_tools.bench._process.sys.executable", str(program))
-            return launch(changed or settings, START, 3, tmp_path / "caches", timeout)
+            return launch(changed or settings, starts, 3, tmp_path / "caches", timeout)
 
     return run
+
+
+@pytest.fixture
+def launched(launched_all: LaunchedAll) -> Launched:
+    """The same for one process."""
+    return lambda *args, **kwargs: launched_all(*args, **kwargs)[0]
 
 
 def test_a_measurement_comes_home(launched: Launched) -> None:
@@ -87,6 +103,46 @@ def test_a_hanging_process_is_ended_with_what_it_started(launched: Launched, tmp
     row = launched(body, timeout=2.0)
     assert "not done after 2 s" in row.failure
     assert _is_gone(int(note.read_text()))
+
+
+def test_processes_are_loaded_one_by_one_and_measure_in_turns(launched_all: LaunchedAll, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    body = f"""
+    def say(what):
+        with open({str(log)!r}, "a") as file:
+            file.write(json.load(open(REQUEST))["arm"] + " " + what + "\\n")
+    {TURN}
+    say("loads")
+    time.sleep(0.3)
+    for _ in range(3):
+        turn()
+        say("begins")
+        time.sleep(0.1)
+        say("ends")
+    {FINISHED}
+    """
+    starts = [replace(START, arm=arm) for arm in ("native", "in-tree")]
+    rows = launched_all(body, starts=starts)
+    assert [row.arm for row in rows if row.ok] == ["native", "in-tree"]
+    loads, turns = log.read_text().splitlines()[:2], log.read_text().splitlines()[2:]
+    assert loads == ["native loads", "in-tree loads"]
+    assert turns[1::2] == [line.replace("begins", "ends") for line in turns[::2]], "one ran while another did"
+    assert [line.split()[0] for line in turns[::2]] == ["native", "in-tree", "in-tree", "native", "native", "in-tree"]
+    assert rows[1].seconds < 2.0, "waiting for the others is no part of it"
+
+
+def test_a_process_that_dies_in_its_turn_leaves_the_others_theirs(launched_all: LaunchedAll) -> None:
+    body = f"""
+    {TURN}
+    turn()
+    if json.load(open(REQUEST))["arm"] == "native":
+        sys.exit(4)
+    turn()
+    {FINISHED}
+    """
+    dead, alive = launched_all(body, starts=[replace(START, arm=arm) for arm in ("native", "in-tree")])
+    assert "exit status 4" in dead.failure
+    assert alive.ok
 
 
 def _is_gone(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Start one measured process and always get a row: a measurement, or why there is none.
+"""Start measured processes, let them run in turns, and always get a row of each: a measurement, or why there is none.
 
 The environment is made from the caller's without anything that steers vLLM, torch or threads, so that a variable left
 over in a shell is not a difference between two days.
@@ -10,23 +10,26 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tf_tools.bench._arms import parse_arm
 from tf_tools.bench._rows import Finished, Row, finished_from_json
-from tf_tools.bench._schedule import PRIME, Start
+from tf_tools.bench._schedule import PRIME, Start, order
 from tf_tools.bench._settings import Settings
 
 _STEERS = re.compile(
     r"(VLLM|TORCH|TORCHINDUCTOR|TORCHDYNAMO|INDUCTOR|TRITON|PYTORCH|OMP|MKL|KMP|OPENBLAS|AST_REWRITE|TF_BACKEND)_.*"
 )
 _LAST_LINES = 15
+_LOOK = 0.2
+"""Seconds between two looks at whether a process is still there."""
 
 
 def environment_for(settings: Settings, arm: str, caches: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -46,6 +49,8 @@ def environment_for(settings: Settings, arm: str, caches: Path, inherited: Mappi
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
+        # Weights in huge pages: how many of them are is otherwise the largest difference between two equal processes.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compiling in this process: no idle workers beside it
         # Each arm fills caches of its own: none finds what another compiled, and a second start is warm.
         "XDG_CACHE_HOME": folder,
@@ -57,29 +62,127 @@ def environment_for(settings: Settings, arm: str, caches: Path, inherited: Mappi
     }
 
 
-def launch(settings: Settings, start: Start, attempt: int, caches: Path, timeout: float) -> Row:
-    """Run one start to its end, or to `timeout` seconds; whatever it left running is ended too."""
-    load_average = os.getloadavg()[0]
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        (folder / "request.json").write_text(json.dumps(_request(settings, start)))
-        failure = _run(folder, environment_for(settings, start.arm, caches, os.environ), timeout)
-        result = None if failure else _result(folder)
-    if result is None and not failure:
-        failure = "the process ended well and left no result"
-    return Row(
-        mode=start.mode,
-        pair=start.pair,
-        attempt=attempt,
-        arm=start.arm,
-        position=start.position,
-        cores=start.cores,
-        load_average=load_average,
-        seconds=time.perf_counter() - began,
-        failure=failure,
-        result=result,
-    )
+def launch(settings: Settings, starts: Sequence[Start], attempt: int, caches: Path, timeout: float) -> tuple[Row, ...]:
+    """Start processes one after the other, then let them measure in turns; a row for each, in their order.
+
+    Each is loaded before the next begins, and all others wait while one runs. A process is given `timeout` seconds, waiting for its turn
+    not counted; whatever it left running is ended too.
+    """
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(settings, start, caches, timeout)) for start in starts]
+        for child in children:
+            child.begin()
+        rounds = 0
+        while waiting := [child for child in children if child.asks]:
+            for child in order(waiting, rounds):
+                child.take_turn()
+            rounds += 1
+        return tuple(child.row(attempt) for child in children)
+
+
+class Child:
+    """One measured process: asks for each measured run, and stands still until it is its turn."""
+
+    def __init__(self, settings: Settings, start: Start, caches: Path, timeout: float) -> None:
+        self.asks = False
+        self._settings = settings
+        self._start = start
+        self._caches = caches
+        self._left = timeout
+        self._timeout = timeout
+        self._load_average = 0.0
+        self._failure = ""
+        self._result: Finished | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Child:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """Start the process and wait until it asks for its first turn, or has ended."""
+        self._load_average = os.getloadavg()[0]
+        (self._folder / "request.json").write_text(json.dumps(_request(self._settings, self._start)))
+        self._asked, asks = os.pipe()
+        granted, self._grants = os.pipe()
+        for end in (self._asked, self._grants):
+            self._stack.callback(os.close, end)
+        # -P: the folder that a measurement is started from may hold a `vllm`.
+        command = [sys.executable, "-P", "-m", "tf_tools.bench._worker"]
+        command += [str(self._folder / "request.json"), str(self._folder / "result"), str(asks), str(granted)]
+        with (self._folder / "output").open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment_for(self._settings, self._start.arm, self._caches, os.environ),
+                start_new_session=True,
+                pass_fds=(asks, granted),
+            )
+        self._stack.callback(self._kill)
+        for end in (asks, granted):
+            os.close(end)
+        self._run()
+
+    def take_turn(self) -> None:
+        """Let it do one measured run; until it asks again, or has ended."""
+        os.write(self._grants, b"g")
+        self._run()
+
+    def row(self, attempt: int) -> Row:
+        """What came of it."""
+        if self._result is None and not self._failure:
+            self._failure = "the process ended well and left no result"
+        return Row(
+            mode=self._start.mode,
+            pair=self._start.pair,
+            attempt=attempt,
+            arm=self._start.arm,
+            position=self._start.position,
+            cores=self._start.cores,
+            load_average=self._load_average,
+            seconds=self._timeout - self._left,
+            failure=self._failure,
+            result=self._result,
+        )
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        self.asks = self._asks_within(self._left)
+        self._left -= time.perf_counter() - began
+        if self.asks:
+            return
+        status = self._process.poll()
+        self._kill()
+        if status is None:
+            self._failure = f"not done after {self._timeout:g} s\n{_last_lines(self._folder)}"
+        elif status != 0:
+            self._failure = f"{_told(self._folder) or _ended(status)}\n{_last_lines(self._folder)}"
+        else:
+            self._result = _result(self._folder)
+
+    def _asks_within(self, seconds: float) -> bool:
+        """False where it has ended, or not asked in time; a process that it left behind may keep the pipe open."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            if select.select([self._asked], [], [], min(_LOOK, max(seconds, 0.0)))[0]:
+                if os.read(self._asked, 1):
+                    return True
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(max(until - time.perf_counter(), 0.0))
+                return False
+            if self._process.poll() is not None:
+                return False
+        return False
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _request(settings: Settings, start: Start) -> dict[str, object]:
@@ -96,39 +199,6 @@ def _request(settings: Settings, start: Start) -> dict[str, object]:
         "cores": list(start.cores),
         "engine": dict(settings.engine),
     }
-
-
-def _run(folder: Path, environment: Mapping[str, str], timeout: float) -> str:
-    """Why the process failed; "" when it did not."""
-    # -P: the folder that a measurement is started from may hold a `vllm`.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "tf_tools.bench._worker",
-        str(folder / "request.json"),
-        str(folder / "result"),
-    ]
-    with (folder / "output").open("wb") as output:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
-        try:
-            status = child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"not done after {timeout:g} s\n{_last_lines(folder)}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    if status == 0:
-        return ""
-    return f"{_told(folder) or _ended(status)}\n{_last_lines(folder)}"
 
 
 def _told(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -33,8 +34,9 @@ class ConsoleProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._bar.stop()
 
-    def begins(self, start: Start) -> None:
-        self._bar.update(self._task, description=f"{start.mode} {_pair(start.pair)} {start.arm}")
+    def begins(self, starts: Sequence[Start]) -> None:
+        first = starts[0]
+        self._bar.update(self._task, description=f"{first.mode} {_pair(first.pair)} {', '.join(s.arm for s in starts)}")
 
     def ended(self, row: Row) -> None:
         self._bar.advance(self._task)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,15 +21,17 @@ from tf_tools.bench._settings import Settings, code_digest
 
 
 class Launch(Protocol):
-    """Starts a process and waits for it; never raises for what happens there."""
+    """Starts the processes of a pair and waits for them; never raises for what happens there. A row for each, in their order."""
 
-    def __call__(self, settings: Settings, start: Start, attempt: int, caches: Path, timeout: float) -> Row: ...
+    def __call__(
+        self, settings: Settings, starts: Sequence[Start], attempt: int, caches: Path, timeout: float
+    ) -> Iterable[Row]: ...
 
 
 class Progress(Protocol):
     """Is told what happens."""
 
-    def begins(self, start: Start) -> None: ...
+    def begins(self, starts: Sequence[Start]) -> None: ...
     def ended(self, row: Row) -> None: ...
     def skipped(self, count: int) -> None: ...
 
@@ -72,10 +74,10 @@ def run_pairs(
         if pair != PRIME and limits.seconds is not None and block_began - began + longest > limits.seconds:
             return False
         attempt = record.last_attempt(mode, pair) + 1
-        for start in starts:
+        _check_code(settings, record)
+        progress.begins(starts)
+        for row in launch(settings, starts, attempt, caches, limits.timeout):
             _check_code(settings, record)
-            progress.begins(start)
-            row = launch(settings, start, attempt, caches, limits.timeout)
             record.append(row)
             progress.ended(row)
         if pair != PRIME:

@@ -2,17 +2,21 @@
 
     order(("a", "b", "c"), 0) = a b c      order(..., 1) = b c a      order(..., 2) = c a b
 
-All arms of a pair run on the same cores, one after the other, so that neither the core nor slow drift of the machine is
-a difference between them. The cores change only after each arm has been first on them once: changed with every pair,
-two arms on two cores would have each arm first on one core always.
+All arms of a pair run on the same cores. They are loaded one after the other and then measure in turns, a run each, the
+order turned again from round to round, so that neither the core nor drift of the machine is a difference between them.
+The cores change only after each arm has been first on them once: changed with every pair, two arms on two cores would
+have each arm first on one core always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tf_tools.bench._errors import BenchError
+
+T = TypeVar("T")
 
 PRIME = -1
 """The pair of a start that fills an arm's caches and is compared with nothing: its load time is the cold one."""
@@ -31,8 +35,8 @@ class Start:
     cores: tuple[int, ...]
 
 
-def order(arms: Sequence[str], pair: int) -> tuple[str, ...]:
-    """The arms in the order in which they start in this pair."""
+def order(arms: Sequence[T], pair: int) -> tuple[T, ...]:
+    """The arms in the order in which they start in this pair; or whatever takes turns, in this round."""
     turn = pair % len(arms)
     return (*arms[turn:], *arms[:turn])
 

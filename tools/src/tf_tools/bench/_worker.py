@@ -1,4 +1,4 @@
-"""The measured process: `python -m tf_tools.bench._worker REQUEST RESULT`, two JSON files. Not for people.
+"""The measured process: `python -m tf_tools.bench._worker REQUEST RESULT ASKS GRANTED`, two JSON files and two pipes. Not for people.
 
 Pinned to its cores before anything is imported; builds the engine inside this process; ends without cleaning up.
 """
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,22 @@ from tf_tools.bench._workload import measure, prompts_for
 _PR_SET_PDEATHSIG = 1
 
 
-def main(request_file: str, result_file: str) -> int:
-    """Measure as asked; 0 when the result holds a measurement, 1 when it holds a failure."""
+def main(request_file: str, result_file: str, asks: str, granted: str) -> int:
+    """Measure as asked; 0 when the result holds a measurement, 1 when it holds a failure.
+
+    Args:
+        asks, granted: file descriptors; a byte is written to the first before each measured run, and one awaited from the second.
+    """
+
+    def turn() -> None:
+        os.write(int(asks), b"a")
+        os.read(int(granted), 1)
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives a measurement that was killed
     request = json.loads(Path(request_file).read_text())
     os.sched_setaffinity(0, request["cores"])
     try:
-        result: dict[str, Any] = {"result": dataclasses.asdict(_measured(request))}
+        result: dict[str, Any] = {"result": dataclasses.asdict(_measured(request, turn))}
     except Exception as error:
         traceback.print_exc()
         result = {"failure": f"{type(error).__name__}: {error}"}
@@ -42,7 +51,7 @@ def main(request_file: str, result_file: str) -> int:
     return 1 if "failure" in result else 0
 
 
-def _measured(request: Mapping[str, Any]) -> Finished:
+def _measured(request: Mapping[str, Any], turn: Callable[[], None]) -> Finished:
     from_start = time.perf_counter(), _cpu()
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -82,7 +91,7 @@ def _measured(request: Mapping[str, Any]) -> Finished:
     engine = _VllmEngine(llm.llm_engine, sampling)
     vocabulary = int(llm.llm_engine.model_config.get_vocab_size())
     measures = tuple(
-        measure(engine, prompts_for(n, inputs, vocabulary), outputs, int(request["repeats"])) for n in concurrency
+        measure(engine, prompts_for(n, inputs, vocabulary), outputs, int(request["repeats"]), turn) for n in concurrency
     )
     return Finished(
         served_by=served_by,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,14 +47,26 @@ def prompts_for(concurrency: int, length: int, vocabulary: int) -> tuple[tuple[i
     return tuple(tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(concurrency))
 
 
-def measure(engine: Engine, prompts: Sequence[Sequence[int]], output_tokens: int, repeats: int) -> Measure:
+def measure(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    repeats: int,
+    turn: Callable[[], None] = lambda: None,
+) -> Measure:
     """Run once to warm up, then `repeats` times on the clock. No repeats: a warm-up alone.
+
+    Args:
+        turn: returns when a run on the clock may begin.
 
     Raises:
         BenchError: the engine generated another number of tokens than asked for, or other steps in another repeat.
     """
     warm = _run(engine, prompts, output_tokens)
-    runs = [_run(engine, prompts, output_tokens) for _ in range(repeats)]
+    runs = []
+    for _ in range(repeats):
+        turn()
+        runs.append(_run(engine, prompts, output_tokens))
     found = {run.decode_tokens for run in (warm, *runs)}
     if len(found) != 1:
         raise BenchError(f"the same requests were scheduled differently: {sorted(found)} tokens after the prefill")
