@@ -56,8 +56,10 @@ def measure(folder: Path, implementation: str, *, timeout: float = 900.0) -> Loa
     """Load the checkpoint in `folder` in a fresh process.
 
     Raises:
-        MemoryToolError: it failed.
+        MemoryToolError: it failed, or there is no checkpoint.
     """
+    if not (folder / "config.json").is_file():
+        raise MemoryToolError(f"{folder} holds no config.json: expected the folder of a checkpoint")
     command = [sys.executable, "-m", "tf_tools.memory", "load", str(folder), "--implementation", implementation]
     ended = subprocess.run(
         command, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=timeout, check=False
