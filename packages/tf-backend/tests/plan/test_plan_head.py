@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tf_backend.model.head import run_steps
+from tf_backend.model.stage import absent_modules
 from tf_backend.plan.planner import Planned
-from tf_backend.plan.schema import HeadPlan, HeadStep, Plan, Refusal
+from tf_backend.plan.schema import HeadPlan, HeadStep, Parallel, Plan, Refusal
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 Plans = Callable[..., Plan]
@@ -133,6 +135,43 @@ class Renormed(Head):
         return self.model.norm(hidden)
 
 
+class Transform(nn.Module):
+    """Dense, activation, norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(128, 128, device="meta")
+        self.norm = nn.LayerNorm(128, device="meta")
+
+    def forward(self, hidden: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return self.norm(torch.tanh(self.dense(hidden)))
+
+
+class Summing(Transform):
+    def forward(self, hidden: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return self.norm(self.dense(hidden)).cumsum(1)
+
+
+class Flattening(Transform):
+    def forward(self, hidden: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return self.norm(self.dense(hidden)).flatten(0, 1)
+
+
+class Transformed(Head):
+    def before(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.transform(hidden * 2.0)
+
+
+class TransformedWithMore(Head):
+    def before(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.transform(hidden, other=hidden)
+
+
+class TransformedAfter(Head):
+    def after(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.transform(logits[..., :128])
+
+
 class LowPrecision(Head):
     def after(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.to(torch.float16)
@@ -160,6 +199,28 @@ class FirstLayer(Head):
 class Masked(Head):
     def passed(self, input_ids: torch.Tensor) -> dict[str, Any]:
         return {"inputs_embeds": None, "attention_mask": torch.ones_like(input_ids)}
+
+
+class Repeating(LlamaModel):
+    """A decoder with an argument of its own."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, times: int = 2, **kwargs: Any) -> Any:
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+class Twice(Head):
+    def passed(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        return {"times": 2}
+
+
+class Thrice(Head):
+    def passed(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        return {"times": 3}
+
+
+class TwiceAsFloat(Head):
+    def passed(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        return {"times": 2.0}
 
 
 class EmbedsFirst(LlamaForCausalLM):
@@ -239,3 +300,73 @@ def test_a_head_that_is_no_linear(model_of: Callable[..., PreTrainedModel], plan
     model.lm_head = Scaled(128, 384, bias=False, device="meta")
     (refusal,) = planned(model).plan.refusals
     assert "no plain linear" in refusal.reason
+
+
+def _with_transform(model: PreTrainedModel, cls: type[PreTrainedModel], transform: nn.Module) -> PreTrainedModel:
+    model.transform = transform
+    return as_class(model, cls)
+
+
+def test_modules_before_the_projection_are_called(
+    model_of: Callable[..., PreTrainedModel], planned: Callable[..., Planned]
+) -> None:
+    plan = planned(_with_transform(model_of("llama"), Transformed, Transform())).plan
+    found = head(plan)
+    assert found.before == (HeadStep("mul", ("x", 2.0)), HeadStep("call", ("x",), "transform"))
+    assert found.modules == ("transform",)
+    assert [module.action for module in plan.modules if module.name == "transform.dense"] == ["replace"]
+    targets = {rule.target for rule in plan.weights}
+    assert {"transform.dense.weight", "transform.norm.weight", "transform.norm.bias"} <= targets
+    module = Transform().to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    hidden = torch.randn(5, 128)
+    assert torch.equal(run_steps(found.before, hidden, {"transform": module}), module(2 * hidden))
+
+
+def test_modules_of_the_head_are_on_the_last_stage_alone(
+    model_of: Callable[..., PreTrainedModel], planned: Callable[..., Planned]
+) -> None:
+    plan = planned(_with_transform(model_of("llama"), Transformed, Transform()), parallel=Parallel(pipeline=2)).plan
+    assert plan.refusals == ()
+    assert plan.stages is not None
+    assert "transform" in absent_modules(plan.stages, plan.layers, 0)
+    assert "transform" not in absent_modules(plan.stages, plan.layers, 1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "transform", "words"),
+    [
+        (
+            TransformedWithMore,
+            Transform,
+            "calls `transform` between the decoder and the logits, with more than one value",
+        ),
+        (TransformedAfter, Transform, "its logits come from `transform`"),
+        (Transformed, Summing, "it is ordered along the token axis (`cumsum`)"),
+        (Transformed, Flattening, "calls `transform` between the decoder and the logits, which gives no one value"),
+    ],
+)
+def test_modules_that_cannot_be_carried_over(
+    cls: type[PreTrainedModel],
+    transform: type[nn.Module],
+    words: str,
+    model_of: Callable[..., PreTrainedModel],
+    planned: Callable[..., Planned],
+) -> None:
+    (refusal,) = planned(_with_transform(model_of("llama"), cls, transform())).plan.refusals
+    assert words in refusal.reason
+
+
+@pytest.mark.parametrize(("cls", "is_served"), [(Twice, True), (Thrice, False), (TwiceAsFloat, False)])
+def test_an_argument_may_be_passed_that_the_decoder_takes_by_default(
+    cls: type[PreTrainedModel],
+    is_served: bool,
+    model_of: Callable[..., PreTrainedModel],
+    planned: Callable[..., Planned],
+) -> None:
+    model = as_class(model_of("llama"), cls)
+    model.model.__class__ = Repeating
+    plan = planned(model).plan
+    assert plan.is_served is is_served
+    assert is_served or "it passes `times` to `model`" in plan.refusals[0].reason

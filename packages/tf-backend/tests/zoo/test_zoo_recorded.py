@@ -1,23 +1,41 @@
-"""The recorded matrix is whole, and its page is made from it."""
+"""The recorded matrices are whole, and their page is made from all of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tf_backend.zoo.record import recorded
-from tf_backend.zoo.report import as_markdown
-from tf_backend.zoo.types import entries
+import pytest
+import transformers
+from tf_backend.zoo.record import matrices, recorded
+from tf_backend.zoo.report import Matrix, as_markdown
+from tf_backend.zoo.rows import STATUSES
+from tf_backend.zoo.types import KINDS, entries
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
 
 
 def test_the_page_is_generated_from_the_data() -> None:
-    made, rows = recorded()
-    assert PAGE.read_text() == as_markdown(rows, made)
+    assert PAGE.read_text() == as_markdown(matrices())
 
 
-def test_nothing_recorded_is_wrong_and_every_type_is_there() -> None:
-    _, rows = recorded()
-    assert [row.name for row in rows] == sorted(entry.name for entry in entries())
-    assert [row.name for row in rows if row.status in ("wrong", "failed")] == []
-    assert sum(row.status == "equal" for row in rows) >= 40
+def test_the_installed_release_comes_first_and_a_newer_one_is_there() -> None:
+    first, *newer = (matrix.made.transformers for matrix in matrices())
+    assert first == transformers.__version__
+    assert newer == ["5.24.0"]
+
+
+@pytest.mark.parametrize("matrix", matrices(), ids=lambda matrix: str(matrix.made.transformers))
+def test_nothing_recorded_is_wrong(matrix: Matrix) -> None:
+    names = [row.name for row in matrix.rows]
+    assert names == sorted(set(names))
+    assert {row.kind for row in matrix.rows} == set(KINDS)
+    assert {row.status for row in matrix.rows} <= STATUSES.keys() - {"wrong", "failed"}
+    assert [row.name for row in matrix.rows if row.status in ("refused", "not buildable") and not row.reason] == []
+    assert sum(row.status in ("equal", "served") for row in matrix.rows) >= 80
+
+
+def test_every_installed_type_is_there() -> None:
+    matrix = recorded(transformers.__version__)
+    assert matrix is not None
+    assert [row.name for row in matrix.rows] == sorted(entry.name for entry in entries())
+    assert sum(row.status == "equal" for row in matrix.rows) >= 40

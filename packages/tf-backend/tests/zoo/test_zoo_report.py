@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 from tf_backend.errors import OptionRefused
 from tf_backend.zoo import record
-from tf_backend.zoo.report import Made, as_csv, as_html, as_json, as_markdown
+from tf_backend.zoo.changes import without_lines
+from tf_backend.zoo.report import Made, Matrix, as_csv, as_html, as_json, as_markdown
 from tf_backend.zoo.rows import PlanFacts, Row, Verdict, make_row
 
 MADE = Made("5.19.0", "2.13.0", "some engine")
@@ -61,17 +63,58 @@ def test_the_page_stands_alone_and_escapes_what_models_say() -> None:
 
 
 def test_markdown_has_a_row_for_each_type_and_counts() -> None:
-    page = as_markdown(ROWS, MADE)
-    assert "| causal | 1 |  | 1 |" in page
+    page = as_markdown([Matrix(MADE, ROWS)])
+    assert "| causal | 5.19.0 | 1 |  | 1 |" in page
     (line,) = [line for line in page.splitlines() if line.startswith("| b |")]
     assert line.replace("\\|", "").count("|") == 8
     assert "<script>" not in page
     assert "*missed*: BNorm, rms_norm: no (line 7)." in line
+    assert "what differs" not in page
+
+
+def test_another_release_is_a_column_and_a_list_of_what_differs() -> None:
+    moved = msgspec.structs.replace(ROWS[1], misses=("BNorm, rms_norm: no (line 19)",))
+    other = Matrix(
+        msgspec.structs.replace(MADE, transformers="5.24.0"),
+        (
+            msgspec.structs.replace(ROWS[0], status="served", level="plan", fusions={"qkv": 1}, serve=""),
+            moved,
+            Row("causal/e", "E", "refused", "plan", "no <such> thing", {}, ("ENorm, rms_norm: no",)),
+        ),
+    )
+    page = as_markdown([Matrix(MADE, ROWS), other])
+    lines = page.splitlines()
+    assert "|  | 5.24.0 |  | 1 | 2 |" in page
+    (line,) = [line for line in lines if line.startswith("| a |")]
+    assert line.startswith("| a | equal | served |")
+    assert any(line.startswith("| c | not buildable | not there |") for line in lines)
+    assert [line for line in lines if re.match(r"- \*\*[ace]\*\*", line)] == [
+        "- **a**, qkv: 2 modules, now 1",
+        "- **e** is new: refused; no &lt;such> thing; missed: ENorm, rms_norm: no",
+        "- **c** is not there",
+    ]
+    with pytest.raises(ValueError, match="at least one"):
+        as_markdown([])
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("no (line 7)", "no"),
+        ("in `a` (transformers.models.x, line 621). Serve", "in `a` (transformers.models.x). Serve"),
+        ("the block (at 227:25-227:52) (line 185)", "the block"),
+        ("2 norms, one at 64 wide", "2 norms, one at 64 wide"),
+    ],
+)
+def test_lines_of_source_are_left_out(said: str, left: str) -> None:
+    assert without_lines(Row("causal/a", "A", "refused", "plan", said)).reason == left
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "recorded", lambda: (MADE, ROWS))
+    known = {MADE.transformers: Matrix(MADE, ROWS)}
+    monkeypatch.setattr(record, "recorded", known.get)
+    monkeypatch.setattr(record, "matrices", lambda: tuple(known.values()))
 
 
 @pytest.mark.usefixtures("recorded")
@@ -104,7 +147,9 @@ def test_each_change_is_a_line() -> None:
 @pytest.mark.usefixtures("recorded")
 def test_other_versions_cannot_be_compared() -> None:
     (line,) = record.differences(ROWS, msgspec.structs.replace(MADE, transformers="5.20.0"))
-    assert "5.20.0" in line
+    assert line == "nothing is recorded for transformers 5.20.0 (recorded: 5.19.0)"
+    (line,) = record.differences(ROWS, msgspec.structs.replace(MADE, torch="2.14.0"))
+    assert "torch 2.14.0" in line
     assert "nothing can be compared" in line
 
 

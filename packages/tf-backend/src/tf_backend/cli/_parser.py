@@ -171,7 +171,9 @@ def _add_zoo(commands: argparse._SubParsersAction[_Parser], shared: _Parser) -> 
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--csv", metavar="FILE", help="also write a table")
     parser.add_argument("--html", metavar="FILE", help="also write one page to look at")
-    parser.add_argument("--check", action="store_true", help="hold the result against the recorded one")
+    parser.add_argument(
+        "--check", action="store_true", help="hold the result against that recorded for this release of transformers"
+    )
     parser.add_argument("--record", action="store_true", help="in a checkout: write the recorded result and its page")
     parser.set_defaults(run=_zoo)
 

@@ -195,6 +195,8 @@ def _where(place: Place | None) -> str:
 
 
 def _step(step: HeadStep) -> str:
+    if step.module:
+        return step.module
     return f"{step.op}({', '.join(f'{a:g}' if isinstance(a, float) else str(a) for a in step.args)})"
 
 

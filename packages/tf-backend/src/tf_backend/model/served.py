@@ -111,7 +111,8 @@ class TransformersForCausalLM(nn.Module):
         head = None
         if stage.is_last:
             projection = model.get_submodule(plan.head.linear.name)
-            head = Head(plan.head, projection, getattr(projection, "bias", None))
+            modules = {name: model.get_submodule(name) for name in plan.head.modules}
+            head = Head(plan.head, projection, getattr(projection, "bias", None), modules)
         self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
         for note in position_notes(plan, vllm_config.model_config.max_model_len):

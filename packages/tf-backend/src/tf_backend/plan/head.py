@@ -1,13 +1,14 @@
 """The head: what lies between the decoder's last hidden state and the logits, carried over from the traced forward of the head model.
 
 In: the trace of a `...ForCausalLM`. Out: a `HeadPlan`, or the reason why an operation in it cannot be carried over. Scale, soft cap and
-bias are read from the graph; no config name is looked at.
+bias are read from the graph; no config name is looked at. Modules that stand before the projection run as they are, or as they are fused:
+that they treat each token alone was seen when the whole model ran.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from fx_match import Trace, canonical
@@ -59,13 +60,20 @@ def plan_head(model: PreTrainedModel, trace: Trace, attending: Collection[str]) 
             why = f"its forward could not be followed: {trace.stop}" if trace.stop else "it returns no `logits`"
             raise _CannotCarry(why)
         projection = _projection_name(model)
-        after, linear = _walk(trace, trace.output["logits"])
+        after, linear = _walk(trace, trace.output["logits"], lambda _: True)
         if linear.target != projection:
             raise _CannotCarry(f"its logits come from `{linear.target}` and not from `{projection}`", linear)
-        before, decoder = _walk(trace, _argument(linear))
+        before, decoder = _walk(trace, _argument(linear), lambda node: any(_lies_in(name, node) for name in attending))
         base = str(decoder.target)
-        if not attending or not all(name.startswith(f"{base}.") for name in attending):
-            raise _CannotCarry(f"it calls `{base}` between the decoder and the logits", decoder)
+        if not all(_lies_in(name, decoder) for name in attending):
+            raise _CannotCarry(
+                f"it calls `{base}`, which holds some of the layers, between the decoder and the logits", decoder
+            )
+        inside = next((step.module for step in before if step.module.startswith(f"{base}.")), None)
+        if inside is not None:
+            raise _CannotCarry(
+                f"it calls `{inside}`, a part of the decoder, between the decoder and the logits", linear
+            )
         _check_inputs(model, decoder)
         return base, HeadPlan(tuple(before), _spec(model, projection), tuple(after), place)
     except _CannotCarry as problem:
@@ -97,16 +105,38 @@ def _spec(model: PreTrainedModel, name: str) -> HeadLinearSpec:
     return HeadLinearSpec(name, linear.out_features, linear.in_features, linear.bias is not None, tied_to)
 
 
-def _walk(trace: Trace, node: fx.Node) -> tuple[list[HeadStep], fx.Node]:
-    """The nearest call of a child above `node`, and the steps from there down to it, in order of execution."""
+def _walk(trace: Trace, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> tuple[list[HeadStep], fx.Node]:
+    """The nearest call of a child above `node` for which `is_end` holds, and the steps from there down to it, in order of execution."""
     steps: list[HeadStep] = []
-    while node.op != "call_module":
-        step, source = _step(trace, node)
+    while node.op != "call_module" or not is_end(node):
+        step, source = _call(trace, node) if node.op == "call_module" else _step(trace, node)
         if step is not None:
             steps.append(step)
         node = source
     _check_not_written(trace, node)
     return steps[::-1], node
+
+
+def _lies_in(name: str, call: fx.Node) -> bool:
+    """Whether the module of that full name is, or is within, the one that is called."""
+    return f"{name}.".startswith(f"{call.target}.")
+
+
+def _call(trace: Trace, node: fx.Node) -> tuple[HeadStep, fx.Node]:
+    """A module that makes one value of one value, token by token."""
+    inputs = node.all_input_nodes
+    if len(inputs) != 1 or node.args != (inputs[0],) or node.kwargs:
+        raise _CannotCarry(
+            f"it calls `{node.target}` between the decoder and the logits, with more than one value", node
+        )
+    new, old = trace.value(node), trace.value(inputs[0])
+    if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) and new.shape[:-1] == old.shape[:-1]):
+        raise _CannotCarry(
+            f"it calls `{node.target}` between the decoder and the logits, which gives no one value for each token",
+            node,
+        )
+    _check_not_written(trace, node)
+    return HeadStep("call", ("x",), str(node.target)), inputs[0]
 
 
 def _check_not_written(trace: Trace, node: fx.Node) -> None:
@@ -183,15 +213,23 @@ def _check_inputs(model: PreTrainedModel, decoder: fx.Node) -> None:
             passed.update(passed.pop(parameter.name, {}))
     for name, value in passed.items():
         is_own_input = isinstance(value, fx.Node) and value.op == "placeholder" and value.target == name
-        if not (name in ENGINE_INPUTS and is_own_input) and not (
-            value is None or (value is False or name in _ANY_VALUE)
-        ):
+        is_left_out = (
+            value is None or value is False or name in _ANY_VALUE or _is_default(value, signature.parameters.get(name))
+        )
+        if not (name in ENGINE_INPUTS and is_own_input) and not is_left_out:
             raise _CannotCarry(
                 f"it passes `{name}` to `{decoder.target}`; the engine passes tokens and positions alone", decoder
             )
     missing = [name for name in ENGINE_INPUTS if name not in passed]
     if missing:
         raise _CannotCarry(f"it does not pass `{missing[0]}` on to `{decoder.target}`", decoder)
+
+
+def _is_default(value: object, parameter: inspect.Parameter | None) -> bool:
+    """Whether a plain value is what the decoder takes where nothing is passed."""
+    if parameter is None or not isinstance(value, bool | int | float | str):
+        return False
+    return type(value) is type(parameter.default) and value == parameter.default
 
 
 def _argument(node: fx.Node) -> fx.Node:

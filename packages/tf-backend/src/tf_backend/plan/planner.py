@@ -111,7 +111,7 @@ def _plan(
             refusals += placed.refusals
     stages = None
     if parallel.pipeline > 1 and not refusals and head is not None:
-        found = plan_stages(model, base, layers, head.linear, parallel.pipeline, split)
+        found = plan_stages(model, base, layers, head, parallel.pipeline, split)
         if isinstance(found, Refusal):
             refusals.append(found)
         else:

@@ -183,14 +183,15 @@ class StagesPlan(msgspec.Struct, frozen=True):
     tied: bool
 
 
-class HeadStep(msgspec.Struct, frozen=True):
-    """One elementwise step between the last hidden state and the logits: canonical op and its constants.
+class HeadStep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step between the last hidden state and the logits: canonical op and its constants, or ``call`` of `module`, by full name.
 
     The value so far stands at the position of `"x"` in `args`.
     """
 
     op: str
     args: tuple[str | int | float, ...]
+    module: str = ""
 
 
 class HeadPlan(msgspec.Struct, frozen=True):
@@ -200,6 +201,11 @@ class HeadPlan(msgspec.Struct, frozen=True):
     linear: HeadLinearSpec
     after: tuple[HeadStep, ...]
     place: Place | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Full names of the modules that run before the projection, outside of the decoder."""
+        return tuple(dict.fromkeys(step.module for step in self.before if step.module))
 
 
 class WeightRule(msgspec.Struct, frozen=True, omit_defaults=True):

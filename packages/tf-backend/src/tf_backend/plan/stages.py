@@ -12,13 +12,12 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 from vllm_layers_bridge.seams.leaf import attention_leaf
-from vllm_layers_bridge.specs import HeadLinearSpec
 
 from tf_backend.model.stage import Passage, make_stage, unmake_stage
 from tf_backend.plan.crossing import BEFORE, Crossing, crossings
 from tf_backend.plan.observe import observing, observing_mask, token_counts
 from tf_backend.plan.places import place_of_class
-from tf_backend.plan.schema import Refusal, StagesPlan
+from tf_backend.plan.schema import HeadPlan, Refusal, StagesPlan
 
 REMEDY = "Set `--pipeline-parallel-size` to 1; `--tensor-parallel-size` splits a model over several ranks."
 REMEDY_BOUNDARY = (
@@ -38,7 +37,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def plan_stages(
-    model: PreTrainedModel, base: str, layers: str, head: HeadLinearSpec, stages: int, split: Split = even_split
+    model: PreTrainedModel, base: str, layers: str, head: HeadPlan, stages: int, split: Split = even_split
 ) -> StagesPlan | Refusal:
     """Cut the list `layers` into stages. Each stage is run on meta."""
     bounds = split(len(list(model.get_submodule(layers).children())), stages)
@@ -69,10 +68,10 @@ def plan_stages(
         output=seen.output,
         entries=seen.entries,
         width=seen.hidden.shape[-1],
-        after=tuple(name for name in inside if not any(name.startswith(f"{outer}.") for outer in inside)),
+        after=(*(name for name in inside if not any(name.startswith(f"{outer}.") for outer in inside)), *head.modules),
         embedding=embedding,
-        head=head.name,
-        tied=head.tied_to is not None,
+        head=head.linear.name,
+        tied=head.linear.tied_to is not None,
     )
     for rank in range(stages):
         problem = _run_problem(model, base, layers, plan, rank)

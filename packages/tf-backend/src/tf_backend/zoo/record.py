@@ -1,43 +1,40 @@
-"""The recorded matrix: what comes with the package, for its pinned versions. Generated, never typed.
+"""The recorded matrices: what comes with the package, one for each release of transformers that is followed. Generated, never typed.
 
-In: rows. Out: the data file and the page of documentation; or how rows differ from what is recorded.
+In: rows. Out: the data file of a release and the page of documentation, which is made of all; or how rows differ from what is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import msgspec
 
 from tf_backend.errors import OptionRefused
-from tf_backend.zoo.report import Made, as_markdown
+from tf_backend.zoo.changes import PLANNED, changes
+from tf_backend.zoo.report import Made, Matrix, as_markdown
 from tf_backend.zoo.rows import Row
 
-_DATA = "coverage.jsonl"
+_NAME = "transformers-{}.jsonl"
 _PAGE = Path("docs/coverage.md")
-_PLANNED = ("status", "reason", "fusions", "misses", "tensor_2")
-"""Fields of a row that planning alone decides; `status` counts as served where it is equal."""
 
 
-def recorded() -> tuple[Made, tuple[Row, ...]]:
-    """What comes with the package.
+def matrices() -> tuple[Matrix, ...]:
+    """All that comes with the package, the oldest release first: that is the one which serving is developed with."""
+    return tuple(sorted((_read(file) for file in _files()), key=lambda matrix: _order(matrix.made.transformers)))
 
-    Raises:
-        OptionRefused: nothing does.
-    """
-    file = resources.files("tf_backend.zoo").joinpath("data", _DATA)
-    if not file.is_file():
-        raise OptionRefused(
-            "no recorded matrix comes with this package. In a checkout, `tf-backend zoo --record` writes one."
-        )
-    first, *lines = file.read_bytes().splitlines()
-    return msgspec.json.decode(first, type=Made), tuple(msgspec.json.decode(line, type=Row) for line in lines)
+
+def recorded(release: str) -> Matrix | None:
+    """What comes with the package for a release of transformers, if anything does."""
+    file = _folder().joinpath(_NAME.format(release))
+    return _read(file) if file.is_file() else None
 
 
 def write(rows: Sequence[Row], made: Made) -> tuple[Path, Path]:
-    """Write data and page into the checkout that this package runs from.
+    """Write the data of the release in `made`, and the page, into the checkout that this package runs from.
 
     A type that was equal in the engine, and is planned now as it was then, stays equal where the engine was not asked again.
 
@@ -50,64 +47,62 @@ def write(rows: Sequence[Row], made: Made) -> tuple[Path, Path]:
     failed = [row.name for row in rows if row.status == "failed"]
     if failed:
         raise OptionRefused(f"nothing is recorded while looking at {', '.join(failed[:5])} fails.")
-    data, page = Path(__file__).parent / "data" / _DATA, package / _PAGE
-    before = {row.name: row for row in recorded()[1]} if data.is_file() else {}
+    data, page = Path(__file__).parent / "data" / _NAME.format(made.transformers), package / _PAGE
+    known = recorded(made.transformers)
+    before = {row.name: row for row in known.rows} if known is not None else {}
     kept = sorted((_carried(row, before.get(row.name)) for row in rows), key=lambda row: row.name)
     data.parent.mkdir(exist_ok=True)
     data.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (made, *kept)))
     page.parent.mkdir(exist_ok=True)
-    page.write_text(as_markdown(kept, made), encoding="utf-8")
+    page.write_text(as_markdown(matrices()), encoding="utf-8")
     return data, page
 
 
 def differences(rows: Sequence[Row], made: Made) -> tuple[str, ...]:
-    """How `rows` differ from what is recorded, in what planning decides; a line for each change, nothing when there is none."""
-    of, known = recorded()
-    if of != made:
-        return (f"recorded for {_versions(of)}; these are {_versions(made)}: nothing can be compared",)
-    before, now = {row.name: row for row in known}, {row.name: row for row in rows}
+    """How `rows` differ from what is recorded for their release, in what planning decides; a line for each change."""
+    of = recorded(made.transformers)
+    if of is None:
+        releases = ", ".join(matrix.made.transformers for matrix in matrices()) or "none"
+        return (f"nothing is recorded for transformers {made.transformers} (recorded: {releases})",)
+    if of.made != made:
+        return (f"recorded for {_versions(of.made)}; these are {_versions(made)}: nothing can be compared",)
+    before, now = {row.name: row for row in of.rows}, {row.name: row for row in rows}
     lines: list[str] = []
     for name in sorted(before.keys() | now.keys()):
         if name not in now or name not in before:
             lines.append(f"{name}: {'no longer there' if name not in now else 'not recorded'}")
         else:
-            lines += [f"{name}: {line}" for line in _changes(before[name], now[name])]
+            lines += [f"{name}: {line}" for line in changes(before[name], now[name])]
     if lines:
         lines.append("If this is meant, record it: tf-backend zoo --record, and commit what it writes.")
     return tuple(lines)
+
+
+def _folder() -> Traversable:
+    return resources.files("tf_backend.zoo").joinpath("data")
+
+
+def _files() -> list[Traversable]:
+    return [file for file in _folder().iterdir() if file.name.endswith(".jsonl")] if _folder().is_dir() else []
+
+
+def _read(file: Traversable) -> Matrix:
+    first, *lines = file.read_bytes().splitlines()
+    return Matrix(msgspec.json.decode(first, type=Made), tuple(msgspec.json.decode(line, type=Row) for line in lines))
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release))
 
 
 def _carried(row: Row, old: Row | None) -> Row:
     """`row` with the verdicts of `old` on numbers where it has none of its own and was planned alike."""
     if old is None or row.status not in ("served", "refused") or row.numbers or not (old.numbers or old.serve):
         return row
-    on_one_rank = tuple(field for field in _PLANNED if field != "tensor_2")
-    if any(True for _ in _changes(old, row, on_one_rank)):
+    on_one_rank = tuple(field for field in PLANNED if field != "tensor_2")
+    if any(True for _ in changes(old, row, on_one_rank)):
         return row
     return msgspec.structs.replace(row, status=old.status, level=old.level, numbers=old.numbers, serve=old.serve)
-
-
-def _changes(old: Row, new: Row, fields: Sequence[str] = _PLANNED) -> Iterator[str]:
-    for field in fields:
-        before, after = _planned(old, field), _planned(new, field)
-        if before == after:
-            continue
-        if field == "misses":
-            yield from (f"no longer missed: {miss}" for miss in old.misses if miss not in new.misses)
-            yield from (f"missed now: {miss}" for miss in new.misses if miss not in old.misses)
-        elif field == "fusions":
-            names = dict.fromkeys((*old.fusions, *new.fusions))
-            counts = ((name, old.fusions.get(name, 0), new.fusions.get(name, 0)) for name in names)
-            yield from (f"{name}: {was} modules, now {are}" for name, was, are in counts if was != are)
-        else:
-            yield f"{field.replace('tensor_2', 'two ranks')}: {before or 'nothing'}\n    now: {after or 'nothing'}"
-
-
-def _planned(row: Row, field: str) -> object:
-    """A field as planning decides it: what was found in the engine does not count."""
-    if field == "status":
-        return "served" if row.status in ("equal", "wrong") and not row.reason.startswith("plan") else row.status
-    return getattr(row, field)
 
 
 def _versions(made: Made) -> str:
