@@ -21,7 +21,7 @@ from ast_rewrite._delete import require_no_other_effect, require_unread
 from ast_rewrite._edit import Edit, Kind
 from ast_rewrite._errors import Refused
 from ast_rewrite._flow import Flow, simple_path
-from ast_rewrite._hoist import require_hoistable
+from ast_rewrite._hoist import Decided, require_hoistable
 from ast_rewrite._layout import indentation, physical_lines, reindent
 from ast_rewrite._names import bound_names, unused_name
 from ast_rewrite._render import Placed, Rendering, place
@@ -97,6 +97,7 @@ class Patch:
         inputs: Sequence[SourceSpan],
         *,
         pure: Pure | None = None,
+        decided: Decided | None = None,
     ) -> tuple[str, ...]:
         """Compute several expressions together, before the first statement that contains one of them.
 
@@ -105,7 +106,7 @@ class Patch:
         inputs, is for the caller to know; that it may be computed there is proved here.
 
         Args:
-            spans: expressions that lie in one block and are evaluated whenever it is.
+            spans: expressions that lie in one block, or in branches below it that are `decided`, and are evaluated whenever it is.
             template: text of an expression; ``{0}`` is the text of the first input, and so on. It yields one value if there
                 is one name, else a sequence with a value for each.
             names: wanted names; a number is put behind one that the function knows already.
@@ -113,6 +114,7 @@ class Patch:
                 the same value at every span as at the new statement.
             pure: tells of a call in between that it writes to none of its arguments. Calls of attributes (methods without a
                 trailing underscore, modules) are taken to be so; calls of plain names are not.
+            decided: tells of the test of an ``if`` that it always comes out so that the expressions below it are evaluated.
 
         Returns:
             The names that were used.
@@ -128,7 +130,7 @@ class Patch:
         targets = [self.source.read_at(span) for span in spans]
         given = [self.source.read_at(span) for span in inputs]
         rendering = Rendering(self.source, self._placed)
-        first = require_hoistable(self.source, rendering.current(), targets, given, pure)
+        first = require_hoistable(self.source, rendering.current(), targets, given, pure, decided)
         taken = known_names(self.source) | bound_names(ast.walk(rendering.current().tree))
         made: list[str] = []
         for name in names:

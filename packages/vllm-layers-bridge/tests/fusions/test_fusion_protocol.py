@@ -29,6 +29,7 @@ def test_every_fusion_has_all_parts_and_a_name_of_its_own() -> None:
     assert [fusion.name for fusion in FUSIONS] == [
         "rms_norm",
         "gated_mlp",
+        "gate_up",
         "packed_gated_mlp",
         "qkv",
         "packed_qkv",

@@ -131,9 +131,36 @@ class ScaledQuery(_Base):
         )
 
 
+class KeysOfAnother(_Base):
+    """Layers that share keys and values with another have a branch of their own; these have not."""
+
+    shared, own_keys = False, True
+
+    def forward(self, hidden_states, cos, sin):
+        query = self.heads(self.q_proj(hidden_states))
+        if self.shared or not self.own_keys:
+            key, value = cos, sin
+        else:
+            key = self.heads(self.k_proj(hidden_states))
+            value = self.heads(self.v_proj(hidden_states))
+        return self.attend(query, key, value)
+
+
+class ValueIfThere(_Base):
+    """Values are the keys where there is no projection for them; here there is one."""
+
+    def forward(self, hidden_states, cos, sin):
+        query = self.heads(self.q_proj(hidden_states))
+        key = self.heads(self.k_proj(hidden_states))
+        value = self.heads(self.v_proj(hidden_states)) if self.v_proj is not None else key
+        if self.k_proj is None:
+            return key
+        return self.attend(query, key, value)
+
+
 FUSES = [
     PlainAttention, BiasedAttention, NormedAttention, RopeOnSomeLayers, OneLine, ValueFirst, ShapedLikeQuery, InABranch,
-    RopeBetween, ScaledQuery,
+    RopeBetween, ScaledQuery, KeysOfAnother, ValueIfThere,
 ]  # fmt: skip
 
 

@@ -207,7 +207,16 @@ class ProjectedInHelper(_Base):
         return self.attend(q, self.heads(k), self.heads(v))
 
 
-class InDifferentBlocks(_Base):
+class BlockOfAnArgument(_Base):
+    def forward(self, hidden_states, cos, sin):
+        q = self.q_proj(hidden_states)
+        if cos is not None:
+            k = self.k_proj(hidden_states)
+            v = self.v_proj(hidden_states)
+        return self.attend(self.heads(q), self.heads(k), self.heads(v))
+
+
+class BlockOfAChangingAttribute(_Base):
     shared = False
 
     def forward(self, hidden_states, cos, sin):
@@ -215,6 +224,20 @@ class InDifferentBlocks(_Base):
         if not self.shared:
             k = self.k_proj(hidden_states)
             v = self.v_proj(hidden_states)
+        self.shared = False
+        return self.attend(self.heads(q), self.heads(k), self.heads(v))
+
+
+class BlockBesideASize(_Base):
+    shared = False
+
+    def forward(self, hidden_states, cos, sin):
+        q = self.q_proj(hidden_states)
+        if not self.shared:
+            k = self.k_proj(hidden_states)
+            v = self.v_proj(hidden_states)
+        if q.shape[1] > 1000:
+            return q
         return self.attend(self.heads(q), self.heads(k), self.heads(v))
 
 
@@ -222,7 +245,7 @@ class ValueAskedFor(_Base):
     def forward(self, hidden_states, cos, sin):
         q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
         v = self.v_proj(hidden_states)
-        v = v if self.v_proj is not None else k
+        v = v if self.v_proj else k
         return self.attend(self.heads(q), self.heads(k), self.heads(v))
 
 
@@ -231,7 +254,9 @@ class ValueAskedFor(_Base):
     [
         (ProjectedInHelper, "made in `project`"),
         (HelperAsksForSize, "rotate_unless_long is not known to leave its arguments alone"),
-        (InDifferentBlocks, "do not lie in one block"),
+        (BlockOfAnArgument, "do not lie in one block"),
+        (BlockOfAChangingAttribute, "do not lie in one block"),
+        (BlockBesideASize, "do not lie in one block"),
         (ValueAskedFor, "uses `self.v_proj` beside calling it"),
     ],
 )

@@ -4,6 +4,7 @@
 """
 
 from vllm_layers_bridge.fusions.attention_calls import AttentionCalls
+from vllm_layers_bridge.fusions.gate_up import GateUp
 from vllm_layers_bridge.fusions.gated_mlp import GatedMLP
 from vllm_layers_bridge.fusions.packed_mlp import PackedGatedMLP
 from vllm_layers_bridge.fusions.packed_qkv import PackedQKV
@@ -12,7 +13,9 @@ from vllm_layers_bridge.fusions.qkv import QKV
 from vllm_layers_bridge.fusions.rms_norm import RMSNorm
 from vllm_layers_bridge.fusions.rotary import Rotary
 
-FUSIONS: tuple[Fusion, ...] = (RMSNorm(), GatedMLP(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls())
+FUSIONS: tuple[Fusion, ...] = (
+    RMSNorm(), GatedMLP(), GateUp(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls(),
+)  # fmt: skip
 """In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "QKV",
     "AttentionCalls",
     "Fusion",
+    "GateUp",
     "GatedMLP",
     "ModuleFacts",
     "PackedGatedMLP",

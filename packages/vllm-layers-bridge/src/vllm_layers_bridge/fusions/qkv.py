@@ -5,8 +5,10 @@
     value = self.v_proj(hidden_states).view(shape)          key = key_output.view(shape)
                                                             value = value_output.view(shape)
 
-Which projection is the query is read from the graph: the one from which the attention interface's query was computed, whatever
-stands between: views, norms, rotary embedding, a branch that leaves it out.
+Key and value may stand in a branch that all instances of the variant take (layers that share keys and values with another have no such
+projections), and a test whether the module has a projection is answered. Which projection is the query is read from the graph: the one
+from which the attention interface's query was computed, whatever stands between: views, norms, rotary embedding, a branch that leaves it
+out.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from vllm_layers_bridge.fusions.children import (
     require_mergeable,
 )
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import projection_spans, pure_calls
+from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, settle_presence
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec, QKVLinearSpec, Source
 
@@ -106,14 +108,17 @@ class QKV:
 
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
         """Hoist one call before the first projection, and read the three parts where the projections stood."""
-        spans = [projection_spans(trace, patch, match[part]) for part in PARTS]
+        spans = [projection_spans(trace, patch, match[part], settles_presence=True) for part in PARTS]
         patch.hoist(
             [call for call, _ in spans],
             f"self.{MERGED}({{0}}).split(self.{SIZES}, dim=-1)",
             tuple(f"{part}_output" for part in PARTS),
             [argument for _, argument in spans],
             pure=pure_calls(trace),
+            decided=decided_tests(trace, patch),
         )
+        for part in PARTS:
+            settle_presence(patch, str(match[part].target))
 
     def layers(self, match: Match, module: nn.Module, facts: ModuleFacts) -> tuple[LayerSpec, ...]:
         """The merged projection; split sizes are an attribute of the module, set when the plan is applied."""

@@ -19,6 +19,10 @@ from vllm_layers_bridge.fusions.children import other_use
 _CALLED_ALIKE = frozenset({"dtype", "device", "ndim", "layout"})
 """Properties of a tensor that all instances of a variant find the same: they were called alike."""
 
+_OF_ATTRIBUTES = (
+    ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.Not, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop,
+)  # fmt: skip
+
 _PLAIN = (
     ast.BinOp, ast.Mult, ast.Call, ast.Attribute, ast.Name, ast.Load, ast.Constant, ast.keyword,
 )  # fmt: skip
@@ -58,10 +62,13 @@ def receiver_span(patch: Patch, cut: SourceSpan) -> SourceSpan:
     raise Refused("there is no call and no subscript where the linear's output was cut", cut)
 
 
-def projection_spans(trace: Trace, patch: Patch, node: fx.Node) -> tuple[SourceSpan, SourceSpan]:
+def projection_spans(
+    trace: Trace, patch: Patch, node: fx.Node, *, settles_presence: bool = False
+) -> tuple[SourceSpan, SourceSpan]:
     """The spans of ``self.name(x)`` and of its argument, for the call of a child that is to go away.
 
-    Raises Refused also where the forward uses the child in another way, or mentions it in code that may still run.
+    Raises Refused also where the forward uses the child in another way, or mentions it in code that may still run. With `settles_presence`
+    the forward may ask whether it has the child: the caller answers in its place, see `settle_presence`.
     """
     require_same_forward(trace, patch)
     if (use := other_use(trace, node)) is not None:
@@ -73,7 +80,7 @@ def projection_spans(trace: Trace, patch: Patch, node: fx.Node) -> tuple[SourceS
     path = f"{_receiver(patch.source)}.{node.target}"
     if ast.unparse(call.func) != path:
         raise Refused(f"`{node.target}` is called as `{ast.unparse(call.func)}`, expected `{path}`", span)
-    _require_no_other_mention(trace, patch, call, path)
+    _require_no_other_mention(trace, patch, call, path, settles_presence)
     return span, argument
 
 
@@ -107,6 +114,39 @@ def pure_calls(trace: Trace) -> Callable[[ast.Call], bool]:
     return is_pure
 
 
+def decided_tests(trace: Trace, patch: Patch) -> Callable[[ast.expr], bool]:
+    """Tells of a test in the forward that it came out alike for all instances of the variant: it asks for nothing but their attributes.
+
+    Of two branches, every instance then takes the one that was traced.
+    """
+    receiver = _receiver(patch.source)
+    written = {
+        ast.unparse(node)
+        for node in ast.walk(patch.source.tree)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+    }
+
+    def is_decided(test: ast.expr) -> bool:
+        nodes = list(ast.walk(test))
+        return (
+            is_path_known(trace)
+            and all(isinstance(node, _OF_ATTRIBUTES) for node in nodes)
+            and all(node.id == receiver for node in nodes if isinstance(node, ast.Name))
+            and written.isdisjoint(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
+        )
+
+    return is_decided
+
+
+def settle_presence(patch: Patch, child: str) -> None:
+    """Replace ``self.child is not None`` by True, and the contrary by False: the child that goes away is there in the variant."""
+    path = f"{_receiver(patch.source)}.{child}"
+    for node in ast.walk(patch.source.tree):
+        if _is_presence(node, path):
+            assert isinstance(node, ast.Compare)
+            patch.replace(SourceSpan.of(node), str(isinstance(node.ops[0], ast.IsNot)))
+
+
 def stands_for_itself(source: FunctionSource, span: SourceSpan, inputs: tuple[SourceSpan, ...]) -> bool:
     """Whether the expression computes the same on every path to it.
 
@@ -133,16 +173,30 @@ def stands_for_itself(source: FunctionSource, span: SourceSpan, inputs: tuple[So
     return True
 
 
-def _require_no_other_mention(trace: Trace, patch: Patch, call: ast.Call, path: str) -> None:
+def _require_no_other_mention(trace: Trace, patch: Patch, call: ast.Call, path: str, settles_presence: bool) -> None:
     """A call elsewhere that was not traced is on a path that the variant never takes; any other use may run unseen."""
     calls = {id(node.func) for node in ast.walk(patch.source.tree) if isinstance(node, ast.Call)}
+    tests = (node for node in ast.walk(patch.source.tree) if isinstance(node, ast.Compare) and _is_presence(node, path))
+    asked = {id(node.left) for node in tests} if settles_presence else set()
     for node in ast.walk(patch.source.tree):
-        if not isinstance(node, ast.Attribute) or node is call.func or ast.unparse(node) != path:
+        if not isinstance(node, ast.Attribute) or node is call.func or ast.unparse(node) != path or id(node) in asked:
             continue
         if id(node) not in calls:
             raise Refused(f"the forward uses `{path}` beside calling it, and it would be gone", SourceSpan.of(node))
         if not is_path_known(trace):
             raise Refused(f"`{path}` is called here too, on a path that depends on the sample", SourceSpan.of(node))
+
+
+def _is_presence(node: ast.AST, path: str) -> bool:
+    """Whether a node is ``path is None`` or ``path is not None``."""
+    return (
+        isinstance(node, ast.Compare)
+        and ast.unparse(node.left) == path
+        and len(node.ops) == 1
+        and isinstance(node.ops[0], ast.Is | ast.IsNot)
+        and isinstance(node.comparators[0], ast.Constant)
+        and node.comparators[0].value is None
+    )
 
 
 def _is_known_to_all(guard: Guard) -> bool:
