@@ -69,6 +69,18 @@ def test_a_name_of_the_model_is_not_renamed_to_one_that_it_lacks() -> None:
     assert names.place("model.up_proj") == Place("model.up_proj")
 
 
+def test_a_name_of_the_model_without_its_prefix_is_not_renamed_to_one_that_it_lacks() -> None:
+    names = names_of(WeightRenaming("head_norm", "mlp.head_norm"), known=("model.layers.0.mlp.head_norm",))
+    for stored in (
+        "layers.0.head_norm",
+        "model.layers.0.head_norm",
+        "layers.0.mlp.head_norm",
+        "model.layers.0.mlp.head_norm",
+    ):
+        assert names.place(stored) == Place("model.layers.0.mlp.head_norm")
+    assert names.place("layers.1.head_norm") == Place("layers.1.mlp.head_norm")
+
+
 def test_a_prefix_that_the_model_lacks_is_taken_away() -> None:
     names = names_of(known=("layers.0.weight",))
     assert names.place("model.layers.0.weight") == Place("layers.0.weight")

@@ -83,7 +83,12 @@ class Names:
         renamed, pattern = self._rename(name, self._renamings, self._converters)
         if renamed not in self._shapes and name in self._shapes:
             renamed, pattern = self._rename(name, [], [])
-        return Place(planned_name(renamed, self._shapes, self.conversion.base) or renamed, pattern)
+        found = planned_name(renamed, self._shapes, self.conversion.base)
+        if found is None:  # a name of the model without its prefix, which a renaming takes for an old one
+            plain, _ = self._rename(name, [], [])
+            found = planned_name(plain, self._shapes, self.conversion.base)
+            pattern = pattern if found is None else None
+        return Place(found or renamed, pattern)
 
     def _rename(
         self, name: str, renamings: list[WeightRenaming], converters: list[WeightConverter]
