@@ -21,7 +21,8 @@ def test_the_page_is_generated_from_the_data() -> None:
 def test_the_installed_release_comes_first_and_a_newer_one_is_there() -> None:
     first, *newer = (matrix.made.transformers for matrix in matrices())
     assert first == transformers.__version__
-    assert newer == ["5.24.0"]
+    assert newer
+    assert transformers.__version__ not in newer
 
 
 @pytest.mark.parametrize("matrix", matrices(), ids=lambda matrix: str(matrix.made.transformers))
