@@ -12,7 +12,9 @@ from tf_backend.capabilities import Capabilities
 from tf_backend.plan.attention import plan_attention, specs_by_module
 from tf_backend.plan.masks import MaskKind
 from tf_backend.plan.observe import AttentionCall, Observation
+from tf_backend.plan.schema import Parallel
 from torch import nn
+from transformers import LlamaModel
 from vllm_layers_bridge.fusions import FUSIONS, AttentionCalls
 
 TOKENS = 37
@@ -180,6 +182,85 @@ def test_the_reason_why_calls_cannot_be_told_apart(
     (refusal,) = planned(model_of("diffllama")).plan.refusals
     assert "its source cannot be rewritten: one call runs more than once" in refusal.reason
     assert refusal.place is not None
+
+
+def test_each_run_of_a_module_is_a_layer_of_its_own(platform: Capabilities) -> None:
+    again = replace(GOOD, run=1, mask=MaskKind("sliding", 16))
+    plans, refusals = run(platform, GOOD, replace(GOOD, module="layers.2.attn", run=4), again)
+    assert refusals == ()
+    assert [(plan.module, plan.holder, plan.turn, plan.spec.sliding_window) for plan in plans] == [
+        ("layers.3.attn", "", 0, None),
+        ("layers.2.attn", "", None, None),  # one of its runs attends
+        ("layers.3.attn", "", 1, 16),
+    ]
+    assert [spec.sliding_window for spec in specs_by_module(plans)["layers.3.attn"]] == [None]
+
+
+def test_several_calls_in_each_of_several_runs(platform: Capabilities) -> None:
+    calls = [replace(GOOD, run=at) for at in (0, 0, 2, 2)]
+    plans, refusals = run(platform, *calls)
+    assert refusals == ()
+    assert [(plan.holder, plan.turn) for plan in plans] == [
+        (f"attention_call_{call}", turn) for turn in (0, 1) for call in (0, 1)
+    ]
+    assert len(specs_by_module(plans)["layers.3.attn"]) == 2
+
+
+def test_runs_that_cannot_be_told_apart_are_refused(platform: Capabilities) -> None:
+    again = replace(GOOD, run=1)
+    _, (refusal,) = run(platform, GOOD, GOOD, again)
+    assert "not as often each time that it runs" in refusal.reason
+    wider = replace(again, query=torch.Size([1, 8, TOKENS, 32]))
+    _, (refusal,) = run(platform, GOOD, wider)
+    assert "heads of other sizes" in refusal.reason
+    seen = Observation(TOKENS, attention=[GOOD, again], is_steady=False)
+    _, (refusal,) = plan_attention(MODEL, seen, platform)
+    assert "depends on its input" in refusal.reason
+
+
+class Looping(LlamaModel):
+    """Runs its layers `times` times, or once for each ten tokens."""
+
+    times = 2
+    by_length = False
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        times = position_ids.shape[1] // 10 if self.by_length else self.times
+        embeds = self.embed_tokens(input_ids)
+        kwargs.pop("inputs_embeds", None)
+        for _ in range(times):
+            output = super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+            embeds = output.last_hidden_state
+        return output
+
+
+def _looping(model: Any, **attributes: Any) -> Any:
+    model.model.__class__ = Looping
+    for name, value in attributes.items():
+        setattr(model.model, name, value)
+    return model
+
+
+def test_layers_that_run_again_keep_keys_and_values_for_each_time(model_of: Any, planned: Any) -> None:
+    plan = planned(_looping(model_of("llama"), times=3)).plan
+    assert plan.refusals == ()
+    assert [(a.module, a.turn) for a in plan.attention] == [
+        (f"model.layers.{layer}.self_attn", turn) for turn in (0, 1, 2) for layer in (0, 1)
+    ]
+    names = {fusion.name for v in plan.variants if v.class_name == "LlamaAttention" for fusion in v.fusions}
+    assert {"qkv"} <= names <= {"qkv", "rotary"}
+    split = planned(_looping(model_of("llama"), times=3), parallel=Parallel(tensor=2)).plan
+    assert split.refusals == ()
+    assert {p.placement for p in split.placement if p.cls == "LlamaAttention"} == {"split"}
+    (refusal,) = planned(_looping(model_of("llama"), times=3), parallel=Parallel(pipeline=2)).plan.refusals
+    assert "it does not run each of its layers once" in refusal.reason
+
+
+def test_runs_whose_number_depends_on_the_tokens_are_refused(model_of: Any, planned: Any) -> None:
+    (refusal, *_) = planned(_looping(model_of("llama"), by_length=True)).plan.refusals
+    assert (
+        "`LlamaAttention` attends in several runs, how often or in which order depends on its input" in refusal.reason
+    )
 
 
 def test_one_refusal_per_reason(platform: Capabilities) -> None:

@@ -21,6 +21,7 @@ from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.position_table import PositionTable
 from vllm_layers_bridge.layers.shards import shard_parameter
 from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
+from vllm_layers_bridge.seams.leaf import turn_name
 from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableSpec, QKVLinearSpec
 
 from tf_backend.generated import derive
@@ -90,6 +91,7 @@ def apply(
             cache_config=engine.cache_config,
             quant_config=engine.quant_config,
             holder=attention.holder,
+            turn=attention.turn,
         )
     restore_buffers(model, tuple(name for name in plan.buffers if not lies_in(name, absent)), engine.device)
     _materialize(model, engine.device)
@@ -157,7 +159,8 @@ def _sources(spec: LayerSpec) -> tuple[str, ...]:
 
 
 def _layer_name(attention: AttentionPlan) -> str:
-    return ".".join(part for part in (attention.module, attention.holder, CHILD) if part)
+    turn = "" if attention.turn is None else turn_name(attention.turn)
+    return ".".join(part for part in (attention.module, attention.holder, CHILD, turn) if part)
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:

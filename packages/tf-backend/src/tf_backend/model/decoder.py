@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm_layers_bridge.seams.attention import AttentionTurns
 
 from tf_backend.model.stage import Passage
 
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
         self.base = base
         self.passage = passage or Passage()
         self.sends = sends
+        self.turns = tuple(module.turns for module in base.modules() if isinstance(module, AttentionTurns))
 
     def forward(
         self,
@@ -52,6 +54,8 @@ class Decoder(nn.Module):
         if received is not None:
             self.passage.received = received[None]
             input_ids, inputs_embeds = None, received
+        for turns in self.turns:
+            turns.start()
         output = self.base(
             input_ids=None if input_ids is None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
@@ -59,6 +63,8 @@ class Decoder(nn.Module):
             use_cache=False,
             return_dict=True,
         )
+        for turns in self.turns:
+            turns.finish()
         sent = self.passage.sent if self.sends else output.last_hidden_state
         self.passage.received = self.passage.sent = None  # nothing is kept until the next step
         assert sent is not None

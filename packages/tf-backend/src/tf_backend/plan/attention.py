@@ -64,19 +64,50 @@ def plan_attention(
     """One plan per call, in the order of calls; refusals for what no attention layer of the engine computes."""
     plans: list[AttentionPlan] = []
     refusals: list[Refusal] = []
-    total = Counter(call.module for call in seen.attention)
-    made: Counter[str] = Counter()
-    for call in seen.attention:
+    places = _places(seen)
+    for call, (holder, turn) in zip(seen.attention, places, strict=True):
         owner = model.get_submodule(call.module)
-        problem = _problem(call, owner, seen.tokens, capabilities)
-        holder = holder_name(made[call.module]) if total[call.module] > 1 else ""
-        made[call.module] += 1
+        problem = _problem(call, owner, seen.tokens, capabilities) or _turn_problem(call, turn, seen)
         if problem is None:
-            plans.append(AttentionPlan(call.module, _layer_index(call.module, len(plans)), _spec(call, owner), holder))
+            index = _layer_index(call.module, len(plans))
+            plans.append(AttentionPlan(call.module, index, _spec(call, owner), holder, turn))
         else:
             cls = type(owner)
             refusals.append(Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), REMEDY))
     return tuple(plans), _merged(refusals)
+
+
+def _places(seen: Observation) -> Iterator[tuple[str, int | None]]:
+    """For each call, the child that holds its layer where its module makes several in one run, and its turn where several runs make one."""
+    in_run: Counter[tuple[str, int]] = Counter((call.module, call.run) for call in seen.attention)
+    runs: dict[str, list[int]] = {}
+    for module, run in in_run:
+        runs.setdefault(module, []).append(run)
+    made: Counter[tuple[str, int]] = Counter()
+    for call in seen.attention:
+        at = call.module, call.run
+        several = max(in_run[call.module, run] for run in runs[call.module]) > 1
+        holder = holder_name(made[at]) if several else ""
+        made[at] += 1
+        yield holder, runs[call.module].index(call.run) if len(runs[call.module]) > 1 else None
+
+
+def _turn_problem(call: AttentionCall, turn: int | None, seen: Observation) -> str | None:
+    """Why the calls of a module that attends in several runs cannot be told apart by their order."""
+    if turn is None:
+        return None
+    if not seen.is_steady:
+        return "attends in several runs, how often or in which order depends on its input"
+    calls = [other for other in seen.attention if other.module == call.module]
+    if len(set(Counter(other.run for other in calls).values())) > 1:
+        return "calls the attention interface several times, and not as often each time that it runs"
+    if len({_heads(other) for other in calls}) > 1:
+        return "attends with heads of other sizes when it runs again"
+    return None
+
+
+def _heads(call: AttentionCall) -> tuple[int, ...]:
+    return (call.query[1], call.key[1], call.query[3], call.value[3])
 
 
 def _problem(call: AttentionCall, owner: nn.Module, tokens: int, capabilities: AttentionCapabilities) -> str | None:
@@ -182,9 +213,11 @@ def holder_refusals(
 
 
 def specs_by_module(plans: tuple[AttentionPlan, ...]) -> dict[str, tuple[AttentionSpec, ...]]:
-    """The calls of each module."""
+    """The calls of each module, in its first run where several attend."""
     found: dict[str, tuple[AttentionSpec, ...]] = {}
     for plan in plans:
+        if plan.turn:
+            continue
         found[plan.module] = (*found.get(plan.module, ()), plan.spec)
     return found
 

@@ -7,6 +7,7 @@ with here is what it is traced with later, so that no input is ever guessed.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,10 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One call of the attention interface. Shapes: query [1, heads, tokens, head_dim], key and value likewise."""
+    """One call of the attention interface. Shapes: query [1, heads, tokens, head_dim], key and value likewise.
+
+    `run` counts from 0 how often its module had run before in the same forward of the model.
+    """
 
     module: str
     query: torch.Size
@@ -74,6 +78,7 @@ class AttentionCall:
     value: torch.Size
     mask: MaskKind
     keywords: dict[str, Any]
+    run: int = 0
 
 
 @dataclass(slots=True)
@@ -109,6 +114,10 @@ class Observation:
     position_rows: tuple[PositionRows, ...] = ()
     borrowed: frozenset[str] = frozenset()
     """Modules whose parameters are read by others."""
+    runs: Counter[str] = field(default_factory=Counter)
+    """How often each module ran."""
+    is_steady: bool = True
+    """Whether modules that attend in several runs did so as often and in the same order when the model ran again, with other tokens."""
 
 
 def is_modeling_code(file: str) -> bool:
@@ -119,13 +128,17 @@ def is_modeling_code(file: str) -> bool:
 def observe(model: PreTrainedModel) -> Observation:
     """Run `model` on meta with one row of tokens and their positions; never raises for what the model does.
 
-    Where tokens seem to mix, a second run with another number of them tells a token axis from a size that happens to look like one.
+    Where tokens seem to mix, a second run with another number of them tells a token axis from a size that happens to look like one; where
+    a module attends in several runs, it tells whether it always does.
     """
     first, second = token_counts(model)
     seen = _Observer(model, first).run()
-    if seen.mixing:
-        again = {(mixing.op, mixing.module, mixing.why) for mixing in _Observer(model, second).run().mixing}
+    if seen.mixing or any(call.run for call in seen.attention):
+        later = _Observer(model, second).run()
+        again = {(mixing.op, mixing.module, mixing.why) for mixing in later.mixing}
         seen.mixing = [mixing for mixing in seen.mixing if (mixing.op, mixing.module, mixing.why) in again]
+        order = [[(call.module, call.run) for call in run.attention] for run in (seen, later)]
+        seen.is_steady = order[0] == order[1]
     return seen
 
 
@@ -185,6 +198,7 @@ class _Observer:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             name = self.names[id(module)]
             self.stack.append(name)
+            self.seen.runs[name] += 1
             call = ModuleCall(args, dict(kwargs))
             self.seen.calls.setdefault(name, call).signatures.add(call.signature)
 
@@ -222,9 +236,9 @@ class _Observer:
             )
         else:
             kind = known[1]
-        self.seen.attention.append(
-            AttentionCall(self.names.get(id(module), ""), query.shape, key.shape, value.shape, kind, keywords)
-        )
+        name = self.names.get(id(module), "")
+        run = max(self.seen.runs[name] - 1, 0)
+        self.seen.attention.append(AttentionCall(name, query.shape, key.shape, value.shape, kind, keywords, run))
         return attention_leaf(module, query, key, value)
 
     def _failure(self, error: Exception) -> Failure:

@@ -115,13 +115,15 @@ class ModulePlan(msgspec.Struct, frozen=True):
 class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """One attention layer of the engine: which module calls it, and with what.
 
-    `holder` names the child that stands for the module in this call, where it makes several; empty where it makes one.
+    `holder` names the child that stands for the module in this call, where it makes several in one run; empty where it makes one. `turn`
+    counts from 0 the runs of a module that attends in several; None where it does in one.
     """
 
     module: str
     index: int
     spec: AttentionSpec
     holder: str = ""
+    turn: int | None = None
 
 
 class ExpertsPlan(msgspec.Struct, frozen=True):

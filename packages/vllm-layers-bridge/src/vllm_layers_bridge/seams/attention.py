@@ -15,6 +15,7 @@ from torch import nn
 
 from vllm_layers_bridge.errors import NotBuildable, WrongLayout
 from vllm_layers_bridge.layers.heads import heads_per_rank
+from vllm_layers_bridge.seams.leaf import turn_name
 from vllm_layers_bridge.specs import AttentionSpec
 
 INTERFACE = "tf_backend"
@@ -26,6 +27,55 @@ CHILD = "engine_attention"
 
 class AttentionCall(nn.Module):
     """Stands for the module in one of its several calls of the interface, and holds the layer of that call."""
+
+
+class Turns:
+    """Counts the runs of a module in one forward of the model; `total` of them are expected."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.taken = 0
+
+    def start(self) -> None:
+        """Before the model runs."""
+        self.taken = 0
+
+    def take(self) -> int:
+        """The number of this run, from 0. Raises WrongLayout where it was not expected."""
+        at = self.taken
+        if at >= self.total:
+            raise WrongLayout(
+                f"a module attends more than {self.total} times in one forward of the model, as was planned."
+            )
+        self.taken = at + 1
+        return at
+
+    def finish(self) -> None:
+        """After the model ran. Raises WrongLayout where runs are missing."""
+        if self.taken != self.total:
+            raise WrongLayout(
+                f"a module attends {self.taken} times in one forward of the model, and not {self.total} times, as was planned."
+            )
+
+
+class AttentionTurns(nn.Module):
+    """The layers of a module that attends in several runs of one forward: each run reaches its own, in the order of planning.
+
+    What runs the model calls `turns.start()` before it and `turns.finish()` after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns()
+
+    def add(self, layer: nn.Module) -> None:
+        """One more run, after those that are known."""
+        self.add_module(turn_name(self.turns.total), layer)
+        self.turns.total += 1
+
+    def next(self) -> nn.Module:
+        """The layer of this run."""
+        return self.get_submodule(turn_name(self.turns.take()))
 
 
 def attention_interface(
@@ -49,7 +99,7 @@ def attention_interface(
         ([1, tokens, heads, value_head_dim], None).
 
     Raises:
-        WrongLayout: more than one row, or keys that are not those of the queries' own tokens.
+        WrongLayout: more than one row, keys that are not those of the queries' own tokens, or more runs of the module than planned.
     """
     if query.ndim != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise WrongLayout(
@@ -57,6 +107,8 @@ def attention_interface(
             "expected [1, heads, tokens, head_dim] for both: the engine has all sequences in one row, and past keys in its cache."
         )
     layer = getattr(module, CHILD)
+    if isinstance(layer, AttentionTurns):
+        layer = layer.next()
     tokens = query.shape[2]
     heads, width = query.shape[1], value.shape[3]
     size = getattr(layer, "head_size", None)
@@ -87,6 +139,7 @@ def attach_attention(
     cache_config: Any,
     quant_config: Any,
     holder: str = "",
+    turn: int | None = None,
 ) -> nn.Module:
     """Give `module` the vLLM attention layer of `spec`, and memory to the sinks of this rank, to be loaded like any parameter.
 
@@ -94,7 +147,8 @@ def attach_attention(
         prefix: full name of the layer; vLLM wants exactly one integer in it.
         tensor_parallel: ranks over which heads are split; key-value heads are repeated when ranks outnumber them.
         cache_config: the engine's. A window that it holds for the whole model gives way to the layer's own.
-        holder: name of a new child of `module` that is to hold the layer; empty where the module itself does.
+        holder: name of a child of `module` that is to hold the layer, made where it is not there; empty where the module itself does.
+        turn: which run of the module the layer is for, from 0, where it attends in several; attach them in this order.
 
     Raises:
         NotBuildable: the platform's attention does not take these sizes, or took another window than the layer's.
@@ -129,11 +183,23 @@ def attach_attention(
         raise NotBuildable(
             f"vLLM's {backend.get_name()} attention, given to `{prefix}`, takes no heads of {spec.cache_head_dim}."
         )
-    if holder:
+    if holder and holder not in module._modules:
         module.add_module(holder, AttentionCall())
-    setattr(module.get_submodule(holder), CHILD, layer)
     built: nn.Module = layer
+    _hold(module.get_submodule(holder), built, turn)
     return built
+
+
+def _hold(owner: nn.Module, layer: nn.Module, turn: int | None) -> None:
+    if turn is None:
+        setattr(owner, CHILD, layer)
+        return
+    if turn == 0:
+        setattr(owner, CHILD, AttentionTurns())
+    turns = owner.get_submodule(CHILD)
+    assert isinstance(turns, AttentionTurns)
+    assert turns.turns.total == turn, "layers are attached in the order of their turns"
+    turns.add(layer)
 
 
 def _local_sinks(module: nn.Module, name: str, heads: int) -> nn.Parameter:

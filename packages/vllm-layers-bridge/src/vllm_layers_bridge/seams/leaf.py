@@ -31,3 +31,8 @@ def holder_name(call: int) -> str:
     No part of it between dots is a number: vLLM takes exactly one integer in the full name of a layer.
     """
     return f"attention_call_{call}"
+
+
+def turn_name(turn: int) -> str:
+    """Name of the child that holds the layer of the `turn`-th run of a module, from 0; no part of it is a number, see `holder_name`."""
+    return f"turn_{turn}"
