@@ -15,6 +15,7 @@ from tf_backend.plan.observe import AttentionCall, Observation
 from tf_backend.plan.schema import Parallel
 from torch import nn
 from transformers import LlamaModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from vllm_layers_bridge.fusions import FUSIONS, AttentionCalls
 
 TOKENS = 37
@@ -254,6 +255,21 @@ def test_layers_that_run_again_keep_keys_and_values_for_each_time(model_of: Any,
     assert {p.placement for p in split.placement if p.cls == "LlamaAttention"} == {"split"}
     (refusal,) = planned(_looping(model_of("llama"), times=3), parallel=Parallel(pipeline=2)).plan.refusals
     assert "it does not run each of its layers once" in refusal.reason
+
+
+def test_a_layer_that_calls_itself_again(model_of: Any, planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has a cache of its own, in the order of the passes."""
+    once = LlamaDecoderLayer.forward
+
+    def twice(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return once(self, once(self, hidden_states, **kwargs), **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", twice)
+    plan = planned(model_of("llama")).plan
+    assert plan.refusals == ()
+    assert [(a.module, a.turn) for a in plan.attention] == [
+        (f"model.layers.{layer}.self_attn", turn) for layer in (0, 1) for turn in (0, 1)
+    ]
 
 
 def test_runs_whose_number_depends_on_the_tokens_are_refused(model_of: Any, planned: Any) -> None:

@@ -6,11 +6,14 @@ import fx_match
 import pytest
 import torch
 from fx_match import LeafCall
+from tf_backend import capabilities
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan import Parallel, Plan, plan
 from tf_backend.plan.placement import OwnShard, Part, Styles, Unplaced, place
+from tf_backend.plan.planner import make_plan
 from tf_tools.checkpoints import build_model
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec, LinearSpec, MergedLinearSpec, QKVLinearSpec, RMSNormSpec
@@ -18,10 +21,14 @@ from vllm_layers_bridge.specs import LayerSpec, LinearSpec, MergedLinearSpec, QK
 HIDDEN, INNER = 8, 12
 
 
-def planned(name: str, ranks: int, **overrides: object) -> Plan:
+def planned_config(name: str, **overrides: object) -> PreTrainedConfig:
     config = build_model(name, overrides=overrides or None).config
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return plan(skeleton(config), Parallel(tensor=ranks))
+    return config
+
+
+def planned(name: str, ranks: int, **overrides: object) -> Plan:
+    return plan(skeleton(planned_config(name, **overrides)), Parallel(tensor=ranks))
 
 
 def placed(module: nn.Module, ranks: int = 2, heads: tuple[tuple[int, int], ...] = ()) -> Styles:
@@ -384,17 +391,9 @@ def test_transformers_own_plan_is_told_where_numbers_would_differ() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["gemma4_text"])
-def test_projections_that_are_not_merged_are_repeated_too(name: str) -> None:
-    sizes = {
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-        "vocab_size_per_layer_input": 384,
-        "hidden_size_per_layer_input": 32,
-    }
-    found = planned(
-        name, 4, layer_types=["sliding_attention", "full_attention"], rope_parameters=None, pad_token_id=0, **sizes
-    )
+def test_projections_that_are_not_merged_are_repeated_too() -> None:
+    model = skeleton(planned_config("llama", num_key_value_heads=2))
+    found = make_plan(model, Parallel(tensor=4), capabilities.shipped(), fusions=()).plan
     assert found.is_served, [str(refusal) for refusal in found.refusals]
     linears = layers_of(found, LinearSpec)
     key, query = (linears[f"model.layers.0.self_attn.{part}_proj"] for part in "kq")

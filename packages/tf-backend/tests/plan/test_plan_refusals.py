@@ -17,7 +17,6 @@ from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import Plan
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 Plans = Callable[..., Plan]
 Models = Callable[..., PreTrainedModel]
@@ -262,21 +261,6 @@ def test_a_layer_that_runs_twice(model_of: Models, planned: Callable[..., Planne
     model.model.layers[1] = model.model.layers[0]
     reasons = [refusal.reason for refusal in planned(model).plan.refusals]
     assert any("one module under two names" in reason for reason in reasons)
-
-
-def test_a_layer_that_is_called_twice(
-    model_of: Models, planned: Callable[..., Planned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One cache would hold the keys of both passes."""
-    once = LlamaDecoderLayer.forward
-
-    def twice(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return once(self, once(self, hidden_states, **kwargs), **kwargs)
-
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", twice)
-    (refusal,) = planned(model_of("llama")).plan.refusals
-    assert "`LlamaAttention` calls the attention interface more than once" in refusal.reason
-    assert refusal.module == "model.layers.0.self_attn"
 
 
 def test_tied_parameters_of_two_modules_are_loaded_into_both(model_of: Models, planned: Callable[..., Planned]) -> None:

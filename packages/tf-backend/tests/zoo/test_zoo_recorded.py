@@ -18,10 +18,9 @@ def test_the_page_is_generated_from_the_data() -> None:
     assert PAGE.read_text() == as_markdown(matrices())
 
 
-def test_the_installed_release_comes_first_and_a_newer_one_is_there() -> None:
+def test_the_installed_release_comes_first() -> None:
     first, *newer = (matrix.made.transformers for matrix in matrices())
     assert first == transformers.__version__
-    assert newer
     assert transformers.__version__ not in newer
 
 

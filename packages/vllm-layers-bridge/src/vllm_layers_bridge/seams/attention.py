@@ -106,9 +106,8 @@ def attention_interface(
             f"`{type(module).__name__}` calls attention with query {tuple(query.shape)} and key {tuple(key.shape)}; "
             "expected [1, heads, tokens, head_dim] for both: the engine has all sequences in one row, and past keys in its cache."
         )
-    layer = getattr(module, CHILD)
-    if isinstance(layer, AttentionTurns):
-        layer = layer.next()
+    held = getattr(module, CHILD)
+    layer = held.next() if isinstance(held, AttentionTurns) else held
     tokens = query.shape[2]
     heads, width = query.shape[1], value.shape[3]
     size = getattr(layer, "head_size", None)
