@@ -304,6 +304,14 @@ def test_a_call_that_the_caller_knows_to_be_pure_may_lie_between(case):
     assert c.body().startswith("a, b = self.ab(x)\n")
 
 
+@pytest.mark.parametrize("call", ["self.h(x)", "x.h()", "self.table[0](x)", "write(0.5)"])
+def test_a_call_that_the_caller_does_not_vouch_for_may_write_to_all_that_it_is_given(case, call):
+    text = f"def f(self, x):\n    write = x.add\n    y = self.a(x)\n    {call}\n    return y + self.b(x)\n"
+    hoist(case(text), pure=lambda call: True)
+    with pytest.raises(Refused, match="not known to leave its arguments alone"):
+        hoist(case(text), pure=lambda call: False)
+
+
 def test_global_and_captured_inputs_can_change_in_any_call(case):
     c = case("x = 1\ndef f(self):\n    y = self.a(x)\n    self.h()\n    return y + self.b(x)\n")
     with pytest.raises(Refused, match="which the code called here can rebind"):

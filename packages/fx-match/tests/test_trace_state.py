@@ -45,6 +45,29 @@ def test_hooks_are_gone_after_success_failure_and_nesting(gated_mlp, nodes) -> N
     assert "range" not in globals()
 
 
+class _Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+        self.is_first, self.same, self.held, self.table = True, 1, [1.0], {"a": 1}
+
+    def forward(self, x):
+        self.is_first = False
+        self.same = 1
+        self.held.append(2.0)
+        self.table["a"] = 1
+        self.child.kept = x
+        return self.child(x)
+
+
+def test_what_the_forward_changed_is_told_and_put_back() -> None:
+    module = _Remembers()
+    changes = trace(module, (torch.empty(2, 4),)).changes
+    assert changes == {"is_first", "held", "child.kept"}
+    assert (module.is_first, module.held) == (True, [1.0])
+    assert not hasattr(module.child, "kept")
+
+
 def test_the_modules_state_is_put_back_and_its_data_untouched() -> None:
     class M(nn.Module):
         def __init__(self):

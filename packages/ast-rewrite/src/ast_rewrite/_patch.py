@@ -112,8 +112,8 @@ class Patch:
             names: wanted names; a number is put behind one that the function knows already.
             inputs: what the expressions are computed from: names, attributes of names, constants. Each must be proved to have
                 the same value at every span as at the new statement.
-            pure: tells of a call in between that it writes to none of its arguments. Calls of attributes (methods without a
-                trailing underscore, modules) are taken to be so; calls of plain names are not.
+            pure: tells of a call in between that it writes to none of its arguments; any other may. Without it, calls of
+                attributes (methods without a trailing underscore, modules) are taken to be so; calls of plain names are not.
             decided: tells of the test of an ``if`` that it always comes out so that the expressions below it are evaluated.
 
         Returns:

@@ -3,7 +3,7 @@
 Taken not to write to what they are given: calls of attributes (methods such as ``x.view(2)``, functions such as
 ``torch.cat(xs)``, modules such as ``self.act(x)``), unless the name ends in one underscore, is that of a method that changes
 a list, dict or set, or ``out=`` or ``inplace=`` is passed. A call of a plain name (``apply_rotary(q, k)``) may write to all that
-it is given, unless the caller's `pure` says otherwise.
+it is given. Where the caller's `pure` can tell, it decides instead: what it does not vouch for may write to all that it is given.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _HARMLESS = _FRESH_RESULTS | {
     "abs", "min", "max", "sum", "round", "print", "getattr", "tuple", "list", "dict", "set", "frozenset", "zip",
     "enumerate", "sorted", "reversed", "any", "all", "slice", "super", "format", "ord", "chr", "divmod", "pow",
 }
+_DOUBT = "is not known to leave its arguments alone"
 _EXCEPTIONS = frozenset(n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException))
 _FRAMES = frozenset({"exec", "eval", "locals", "globals", "vars", "dir"})
 # fmt: on
@@ -120,10 +121,10 @@ class Writes:
         name = func.id if isinstance(func, ast.Name) else func.attr if isinstance(func, ast.Attribute) else None
         if isinstance(func, ast.Name) and name in _FRAMES and name not in self.names.local:
             return f"{name}() can reach every variable"
-        if self.pure is not None:
-            origin = self.origins.get(node, node)
-            if self.pure(origin if isinstance(origin, ast.Call) else node):
-                return None
+        origin = self.origins.get(node)  # a call that an edit brought has none
+        is_doubted = self.pure is not None and isinstance(origin, ast.Call)
+        if self.pure is not None and isinstance(origin, ast.Call) and self.pure(origin):
+            return None
         if self.is_global and memory and not (isinstance(func, ast.Name) and name in _HARMLESS):
             return f"{self.path[0]} is a global or free variable, which the code called here can rebind"
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -146,12 +147,18 @@ class Writes:
                 path = path_of(func.value)
                 apart = path is not None and path[0] != self.path[0] and path[0] in self.names.parameters
                 return None if apart else self._passed([func.value], f"{func.attr}() changes an object")
-            return None
-        if isinstance(func, ast.Subscript):
+            is_metadata = func.attr in _METADATA_CALLS
+            return (
+                self._passed([func.value, *given], f"{func.attr}() {_DOUBT}")
+                if is_doubted and not is_metadata
+                else None
+            )
+        if isinstance(func, ast.Subscript) and not is_doubted:
             return None
         if isinstance(func, ast.Name) and func.id in self.names.made_here:
             return None  # what its body does is looked at by itself
-        return self._passed(given, f"{name or 'the callee'} is not known to leave its arguments alone")
+        bound = [func] if is_doubted and isinstance(func, ast.Name) else []  # it may be a method of a tensor
+        return self._passed([*bound, *given], f"{name or 'the callee'} {_DOUBT}")
 
     def _passed(self, given: list[ast.expr], why: str) -> str | None:
         for value in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ class Trace:
         module has none). Methods, child modules and tensors are left out.
     output: what the forward returned, with nodes for tensors; mappings and dataclasses as plain dicts.
     constants: tensors that are no parameter or buffer, by the target of their `get_attr` node.
+    changes: names, as in `reads`, of the plain attributes that the forward set to something else, and of the lists, dicts and
+        sets among them whose entries it changed: its next run may read another value.
     """
 
     graph: fx.Graph
@@ -45,6 +48,7 @@ class Trace:
     module_class: type[nn.Module]
     code: types.CodeType
     constants: Mapping[str, torch.Tensor]
+    changes: frozenset[str]
     _notes: Notes = field(repr=False)
     _again: Callable[[Sequence[LeafCall]], Trace] = field(repr=False)
 
@@ -125,7 +129,7 @@ def trace(
     stop, result = None, None
     hooked = [leaf for leaf in leaf_table if isinstance(leaf, types.FunctionType)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_state_kept(module))
+        changes = stack.enter_context(_state_kept(module))
         stack.enter_context(function_hooks(hooked))
         stack.enter_context(guarded_range(function.__globals__))
         if torch.is_inference_mode_enabled():  # inference tensors have no version, so writes could not be seen
@@ -157,6 +161,7 @@ def trace(
         module_class=type(module),
         code=function.__code__,
         constants=types.MappingProxyType(recorder.flow.constants),
+        changes=frozenset(changes),
         _notes=recorder.flow.notes,
         _again=lambda more: trace(module, args, kwargs, leaves=[*_leaf_calls(leaves), *more], method=method),
     )
@@ -225,23 +230,54 @@ def _common_device(args: Any, kwargs: Any) -> torch.device | None:
     return None if device is None or device.type == "meta" else device
 
 
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_CONTAINERS = (list, dict, set)
+
+
 @contextlib.contextmanager
-def _state_kept(module: nn.Module) -> Iterator[None]:
-    """Put back every attribute, parameter, buffer and child that the forward sets, adds or deletes."""
+def _state_kept(module: nn.Module) -> Iterator[set[str]]:
+    """Put back every attribute, parameter, buffer and child that the forward sets, adds or deletes, and the entries of containers.
+
+    Gives a set that afterwards holds the names of the plain attributes that were changed.
+    """
     kept = []
-    for child in module.modules():
+    for name, child in module.named_modules():
         state = vars(child)
-        registries = {name: dict(state[name]) for name in ("_parameters", "_buffers", "_modules") if name in state}
-        kept.append((state, dict(state), registries))
+        entries = {key: copy.copy(held) for key, held in state.items() if type(held) in _CONTAINERS}
+        kept.append((name, state, dict(state), entries))
+    changes: set[str] = set()
     try:
-        yield
+        yield changes
     finally:
-        for state, before, registries in kept:
+        for name, state, before, entries in kept:
+            for key in (before.keys() | state.keys()) - _REGISTRIES:
+                is_same = key in before and key in state and state[key] is before[key]
+                if not is_same or (key in entries and not _same_entries(before[key], entries[key])):
+                    changes.add(f"{name}.{key}" if name else key)
             state.clear()
             state.update(before)
-            for name, content in registries.items():
-                state[name].clear()
-                state[name].update(content)
+            for key, content in entries.items():
+                _refill(state[key], content)
+
+
+def _same_entries(now: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that it held."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, set):
+        return bool(now == before)
+    pairs = zip(now.items(), before.items(), strict=True) if isinstance(now, dict) else zip(now, before, strict=True)
+    if isinstance(now, dict):
+        return all(one[0] == other[0] and one[1] is other[1] for one, other in pairs)
+    return all(one is other for one, other in pairs)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 def _stop(error: Exception, frames: FrameReader) -> Stop:

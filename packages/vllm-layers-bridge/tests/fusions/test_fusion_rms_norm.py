@@ -235,6 +235,12 @@ class EpsBuffer(LlamaOrder):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps_buffer))
 
 
+class SetsAnAttribute(LlamaOrder):
+    def forward(self, x):
+        self.calls = 1
+        return super().forward(x)
+
+
 class AsksForSize(LlamaOrder):
     def forward(self, x):
         if x.shape[1] > 1000:
@@ -272,6 +278,7 @@ OTHER_NORMS = [
     (LossyCast, "it casts to torch.float16 on the way"),
     (StaysWide, "it returns torch.float64 for an input of torch.float32"),
     (EpsBuffer, "its eps is a tensor"),
+    (SetsAnAttribute, "its forward sets `calls`, which would be lost with it"),
     (AsksForSize, "its forward asks for a size of its input"),
     (InPlace, "it computes `mul` beside the norm"),
     (NormOfProduct, "it computes `mul` beside the norm"),

@@ -23,6 +23,7 @@ from vllm_layers_bridge.specs import ActivationAndMulSpec, MergedLinearSpec, QKV
 from tf_backend.generated import derive
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.observe import ModuleCall
+from tf_backend.plan.on_meta import HalfProduct, copied, fresh, meta_linear, shapes
 from tf_backend.plan.placement import Packed, Shards, Spelled, Styles, Unplaced, linear_sizes
 from tf_backend.plan.schema import LocalAttribute, ModulePlan
 
@@ -47,17 +48,18 @@ def check_at_local_widths(
         local._modules.update({holder_name(at): nn.Module() for at in range(calls)})
     for size in sizes:
         local.__dict__[size.name] = size.local
-    given, given_locally = ((_fresh(call.args), _fresh(call.kwargs)) for _ in range(2))
+    given, given_locally = ((fresh(call.args), fresh(call.kwargs)) for _ in range(2))
     try:
-        expected, found = module(*given[0], **given[1]), local(*given_locally[0], **given_locally[1])
+        expected = copied(module, type(module))(*given[0], **given[1])
+        found = local(*given_locally[0], **given_locally[1])
     except Exception as error:  # whatever the model's own code raises, it does not run at these widths
         first = str(error).split("\n", 1)[0]
         raise Unplaced(
             f"its forward does not run at the widths of one rank: {type(error).__name__}: {first}"
         ) from error
-    if _shapes(expected) != _shapes(found):
+    if shapes(expected) != shapes(found):
         raise Unplaced("it returns other shapes at the widths of one rank")
-    if _shapes(given) != _shapes(given_locally):
+    if shapes(given) != shapes(given_locally):
         raise Unplaced("it leaves a value that would be split in what it was called with, where others read it")
 
 
@@ -163,22 +165,22 @@ def _has_share(whole: object, local: object, state: object) -> bool:
 
 def _narrowed(module: nn.Module, kind: type[nn.Module], styles: Styles, ranks: int) -> nn.Module:
     """A copy of `module` of class `kind`, its own linears, norms and parameters as wide as on one rank."""
-    local = _copy(module, kind)
+    local = copied(module, kind)
     for name, child in module.named_children():
         sizes = linear_sizes(child)
         if name in styles.column and sizes is not None:
-            local._modules[name] = _meta_linear(sizes[0], _width(styles, name, sizes[1] // ranks), child)
+            local._modules[name] = meta_linear(sizes[0], _width(styles, name, sizes[1] // ranks), child)
         elif name in styles.row and sizes is not None:
-            local._modules[name] = _meta_linear(sizes[0] // ranks, sizes[1], child)
+            local._modules[name] = meta_linear(sizes[0] // ranks, sizes[1], child)
         elif name in styles.norms:
             local._modules[name] = nn.Identity()
     for path, shard in styles.parameters.items():
         owner = local
         for part in path.split(".")[:-1]:
             below = owner.get_submodule(part)
-            copied = _copy(below, type(below))
-            owner._modules[part] = copied
-            owner = copied
+            inner = copied(below, type(below))
+            owner._modules[part] = inner
+            owner = inner
         leaf = path.rpartition(".")[2]
         whole = owner._parameters[leaf]
         assert whole is not None
@@ -208,53 +210,13 @@ def _merge(local: nn.Module, module: nn.Module, plan: ModulePlan, ranks: int) ->
         if isinstance(layer, QKVLinearSpec):
             widths = qkv_split_sizes(layer, ranks)
             local.__dict__[layer.sizes_attribute] = widths
-            local._modules[layer.name] = _meta_linear(layer.in_features, sum(widths), like)
+            local._modules[layer.name] = meta_linear(layer.in_features, sum(widths), like)
         elif isinstance(layer, MergedLinearSpec):
             if any(source.size % ranks for source in layer.sources):
                 raise Unplaced(f"{ranks} ranks do not divide the parts of `{layer.name}`")
             total = sum(source.size for source in layer.sources) // ranks
-            local._modules[layer.name] = _meta_linear(layer.in_features, total, like)
+            local._modules[layer.name] = meta_linear(layer.in_features, total, like)
         elif isinstance(layer, ActivationAndMulSpec):
-            local._modules[layer.name] = _HalfProduct()
+            local._modules[layer.name] = HalfProduct()
         elif isinstance(layer, RotarySpec):
             local._modules[layer.name] = Rotary(layer)
-
-
-def _copy(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A shallow copy whose own attributes, parameters and children can be changed."""
-    local: nn.Module = kind.__new__(kind)
-    local.__dict__.update(module.__dict__)
-    for registry in ("_modules", "_parameters"):
-        local.__dict__[registry] = dict(module.__dict__[registry])
-    return local
-
-
-class _HalfProduct(nn.Module):
-    """Stands for a fused activation: gives half the width that it takes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return first * second
-
-
-def _meta_linear(in_features: int, out_features: int, like: nn.Module | None) -> nn.Linear:
-    weight = getattr(like, "weight", None)
-    dtype = weight.dtype if isinstance(weight, torch.Tensor) else None
-    return nn.Linear(in_features, out_features, getattr(like, "bias", None) is not None, device="meta", dtype=dtype)
-
-
-def _fresh(value: Any) -> Any:
-    """The containers anew, so that what a forward leaves in them can be told; tensors and other objects as they are."""
-    if type(value) in (tuple, list):
-        return type(value)(_fresh(item) for item in value)
-    return {key: _fresh(item) for key, item in value.items()} if type(value) is dict else value
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, tuple | list):
-        return [_shapes(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _shapes(item) for key, item in value.items()}
-    return type(value).__name__

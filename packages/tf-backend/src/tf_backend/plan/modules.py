@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import moe_runner
 import msgspec
+from fx_match import Trace
 from moe_runner import AnyExpertsSpec, ExpertsSpec, ExpertTensor, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
@@ -49,6 +50,7 @@ def plan_modules(
     plans: list[ModulePlan] = []
     taken: set[str] = set()
     angles = AnglesMade(model, seen)
+    asked: set[str] = set()
     for name, module in model.named_modules():
         if name in taken or any(name.startswith(f"{gone}.") for gone in taken):
             continue
@@ -56,8 +58,8 @@ def plan_modules(
             plans.append(ModulePlan(name, "replace", layers=(head,)))
             continue
         layer = given[name] if given and name in given else plain_layer(model, name, module)
-        if layer is not None and name in seen.borrowed and not (given and name in given):
-            continue  # others read its weight, which a layer of the engine would keep in another form
+        if layer is not None and not (given and name in given) and _stays(name, seen, asked):
+            continue
         if layer is not None:
             plans.append(ModulePlan(name, "replace", layers=(layer,)))
             if given and name in given:
@@ -68,6 +70,7 @@ def plan_modules(
         call = seen.calls[name]
         facts = ModuleFacts(name, attention.get(name, ()), call.args, call.kwargs, angles.holds_twice)
         outcome = table.outcome(module, call, facts)
+        asked.update(f"{name}.{child}" for child in _asked_children(table.trace_of(module, call)))
         built = outcome.built
         replaces = any(fusion.replaces_module for fusion in built.applied)
         action: Action = "replace" if replaces else "rewrite" if built.applied else "keep"
@@ -76,6 +79,23 @@ def plan_modules(
             taken.add(name)
         taken.update(f"{name}.{child}" for layer in outcome.layers for child in consumed_children(layer))
     return tuple(plans)
+
+
+def _stays(name: str, seen: Observation, asked: set[str]) -> bool:
+    """Whether a plain layer is used as none of the engine's can be: others read its weight, which is kept in another form there, or an
+    attribute that only torch's has, or it is given its input by keyword."""
+    call = seen.calls.get(name)
+    return name in seen.borrowed or name in asked or (call is not None and call.has_keywords)
+
+
+def _asked_children(seen: Trace) -> set[str]:
+    """Modules below the traced one of which its forward reads an attribute: the width of a linear, say."""
+    owners = (path.rpartition(".") for path in seen.reads)
+    return {owner for owner, _, attribute in owners if owner and attribute not in _HELD_BY_ALL}
+
+
+_HELD_BY_ALL = frozenset({"weight", "bias", "training"})
+"""Attributes that a layer of the engine has too."""
 
 
 def plain_layer(model: PreTrainedModel, name: str, module: nn.Module) -> LayerSpec | None:

@@ -64,6 +64,11 @@ class ModuleCall:
         """How this call was made."""
         return call_signature(self.args, self.kwargs)
 
+    @property
+    def has_keywords(self) -> bool:
+        """Whether it was ever given an argument by keyword."""
+        return any(keywords != _shape_of({}) for _, keywords in self.signatures)
+
 
 @dataclass(slots=True)
 class AttentionCall:

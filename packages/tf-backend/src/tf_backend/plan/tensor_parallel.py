@@ -78,9 +78,11 @@ def place_modules(
         specs = attention.get(plan.name, ())
         norms = frozenset(name for name, _ in module.named_children() if _is_norm(by_name.get(f"{plan.name}.{name}")))
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
-        key = (plan.variant, specs, shapes, norms)
+        merged = {child for layer in plan.layers for child in consumed_children(layer)}
+        kept = frozenset(name for name in linears if name not in merged and f"{plan.name}.{name}" not in by_name)
+        key = (plan.variant, specs, shapes, norms, kept)
         if key not in known:
-            known[key] = _split(module, plan, seen.calls[plan.name], table, rewrites, specs, norms, ranks)
+            known[key] = _split(module, plan, seen.calls[plan.name], table, rewrites, specs, norms, kept, ranks)
         found = known[key]
         cls = type(module).__name__
         if isinstance(found, _Split):
@@ -134,6 +136,7 @@ def _split(
     rewrites: Mapping[str, CompiledRewrite],
     specs: tuple[AttentionSpec, ...],
     norms: frozenset[str],
+    kept: frozenset[str],
     ranks: int,
 ) -> _Split | str:
     """How the module is split, or why not."""
@@ -142,7 +145,7 @@ def _split(
         for pair in heads:
             heads_per_rank(*pair, ranks)
         whole = table.trace_of(module, call)
-        styles = place(whole, ranks, heads, _merged_parts(plan, ranks), lambda name: name in norms)
+        styles = place(whole, ranks, heads, _merged_parts(plan, ranks), lambda name: name in norms, kept)
         merged = {child for layer in plan.layers for child in consumed_children(layer)}
         if not merged <= styles.column:
             raise Unplaced("a merged projection would be split in part")

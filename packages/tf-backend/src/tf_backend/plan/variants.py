@@ -23,6 +23,7 @@ from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec
 
 from tf_backend.plan.observe import ModuleCall
+from tf_backend.plan.on_meta import require_runs
 from tf_backend.plan.places import class_path, place_of_class, place_of_line
 from tf_backend.plan.schema import FusionRecord, GuardRecord, MissRecord, Place, TraceRecord, Variant
 
@@ -45,6 +46,8 @@ class Built:
     variant: Variant
     applied: tuple[Fusion, ...]
     rewrite: CompiledRewrite | None
+    known_to_run: set[tuple[LayerSpec, ...]] = field(default_factory=set)
+    """Layers with which the rewritten forward was seen to run."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,10 @@ class VariantTable:
                     match = traced.matches[fusion.name]
                     fusion.check(match, module, facts)
                     layers.extend(fusion.layers(match, module, facts))
+                if built.rewrite is not None and tuple(layers) not in built.known_to_run:
+                    current = built.applied[0]
+                    require_runs(module, layers, built.rewrite, call, len(facts.attention))
+                    built.known_to_run.add(tuple(layers))
                 if all(built.variant.id != known.variant.id for known in self._order):
                     self._order.append(built)
                 return Outcome(built, tuple(layers))

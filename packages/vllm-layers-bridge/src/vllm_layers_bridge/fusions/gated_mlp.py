@@ -31,6 +31,7 @@ from vllm_layers_bridge.fusions.source import (
     argument_span,
     projection_spans,
     pure_calls,
+    receiver,
     source_span,
     stands_for_itself,
 )
@@ -91,16 +92,17 @@ class GatedMLP:
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
         """The product becomes one call, from one expression or from several statements; or the projections do."""
         (gate, gate_input), (up, up_input) = (projection_spans(trace, patch, match[part]) for part in ("gate", "up"))
+        me = receiver(patch.source)
         if match[FORM] == "expression":
             patch.is_value_unchanged(gate_input, up_input, pure=pure_calls(trace))
             product = source_span(trace, match.root)
-            patch.replace(product, f"self.{ACTIVATION}(self.{MERGED}({{x}}))", x=gate_input)
+            patch.replace(product, f"{me}.{ACTIVATION}({me}.{MERGED}({{x}}))", x=gate_input)
         elif match[FORM] == "statements":
             _gather(match, trace, patch, min((gate, gate_input), (up, up_input))[1])
         else:
             patch.hoist(
                 [gate, up],
-                f"self.{MERGED}({{0}}).chunk(2, dim=-1)",
+                f"{me}.{MERGED}({{0}}).chunk(2, dim=-1)",
                 ("gate_output", "up_output"),
                 [gate_input, up_input],
                 pure=pure_calls(trace),
@@ -142,7 +144,8 @@ def _form(match: Match, trace: Trace) -> str:
 
 def _gather(match: Match, trace: Trace, patch: Patch, given: SourceSpan) -> None:
     nodes = (match["gate"], match["up"], match["activated"])
-    gather(trace, patch, match.root, nodes, f"self.{ACTIVATION}(self.{MERGED}({{0}}))", RESULT, given)
+    me = receiver(patch.source)
+    gather(trace, patch, match.root, nodes, f"{me}.{ACTIVATION}({me}.{MERGED}({{0}}))", RESULT, given)
 
 
 def _is_one_expression(match: Match, trace: Trace) -> bool:

@@ -77,6 +77,14 @@ def _sizes(child: nn.Module) -> PackedLinear:
     return PackedLinear(rows if transposed else columns, columns if transposed else rows, bias is not None, transposed)
 
 
+def keyword_of(linear: fx.Node) -> tuple[fx.Node, str] | None:
+    """The node and the reason if a packed linear, whose call stays, is given its input by keyword."""
+    if not linear.kwargs:
+        return None
+    name = next(iter(linear.kwargs))
+    return linear, f"`{linear.target}` is given its input as `{name}=`; a layer of the engine takes it by position"
+
+
 def users_outside(nodes: frozenset[fx.Node], free: frozenset[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     """A node of `nodes` and a user of it that lies outside; those of `free` may be used by anything, and a size may be read of any."""
     for node in nodes - free:

@@ -18,9 +18,16 @@ from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import activation_of, other_use, require_free_names
-from vllm_layers_bridge.fusions.packed import Part, packed_linear, part_of, users_outside
+from vllm_layers_bridge.fusions.packed import Part, keyword_of, packed_linear, part_of, users_outside
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import is_path_known, projection_spans, receiver_span, source_span
+from vllm_layers_bridge.fusions.source import (
+    is_path_known,
+    projection_spans,
+    receiver,
+    receiver_span,
+    require_nothing_lost,
+    source_span,
+)
 from vllm_layers_bridge.fusions.statements import gather
 from vllm_layers_bridge.layers.activation import FUSED_ACTIVATIONS
 from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, Source
@@ -60,7 +67,7 @@ class PackedGatedMLP:
         if width % 2 or {(gate.start, gate.stop), (up.start, up.stop)} != halves:
             took = f"{gate.start} to {gate.stop} and {up.start} to {up.stop}"
             return _miss(match, gate.cut, f"it takes {took} of {width} features, expected the two halves")
-        if (use := other_use(trace, gate.linear)) is not None:
+        if (use := other_use(trace, gate.linear) or keyword_of(gate.linear)) is not None:
             return _miss(match, *use)
         nodes = frozenset({*match.nodes, *gate.nodes, *up.nodes})
         if (escape := users_outside(nodes, frozenset({match.root}))) is not None:
@@ -92,6 +99,7 @@ class PackedGatedMLP:
         if all(product.contains(cut) for cut in cuts):
             if not is_path_known(trace):
                 raise Refused("its statements may take another path than the one that was traced")
+            require_nothing_lost(trace, patch, product, given)
             patch.replace(product, template.replace("{0}", "{packed}"), packed=given)
             return
         nodes = [match["activated"], match["gate_part"].cut, match["up_part"].cut]
@@ -128,12 +136,12 @@ def _product(trace: Trace) -> tuple[Match, tuple[Part, Part]] | None:
 
 def _receiver(patch: Patch, cut: SourceSpan, call: SourceSpan, argument: SourceSpan) -> tuple[SourceSpan, str]:
     """What is cut, as an input for a new statement, and the text that computes the product from it."""
-    span = receiver_span(patch, cut)
+    me, span = receiver(patch.source), receiver_span(patch, cut)
     if span == call:
         func = patch.source.expression_at(call)
         assert isinstance(func, ast.Call)
-        return argument, f"self.{ACTIVATION}({ast.unparse(func.func)}({{0}}))"
-    return span, f"self.{ACTIVATION}({{0}})"
+        return argument, f"{me}.{ACTIVATION}({ast.unparse(func.func)}({{0}}))"
+    return span, f"{me}.{ACTIVATION}({{0}})"
 
 
 def _miss(match: Match, node: fx.Node, reason: str) -> Miss:

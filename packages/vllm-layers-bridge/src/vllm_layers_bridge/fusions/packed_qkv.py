@@ -20,12 +20,13 @@ from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import is_any_linear, other_use, require_free_names
-from vllm_layers_bridge.fusions.packed import Part, packed_linear, part_of, users_outside
+from vllm_layers_bridge.fusions.packed import Part, keyword_of, packed_linear, part_of, users_outside
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
 from vllm_layers_bridge.fusions.source import (
     is_path_known,
     projection_spans,
     pure_calls,
+    receiver,
     receiver_span,
     source_span,
 )
@@ -71,7 +72,7 @@ class PackedQKV:
         if [0, query.stop, key.stop, query.width] != [query.start, key.start, value.start, value.stop]:
             took = ", ".join(f"{start} to {stop}" for start, stop in runs)
             return _miss(found, query.cut, f"they are {took} of {query.width} features, expected one after the other")
-        if (use := other_use(trace, packed)) is not None:
+        if (use := other_use(trace, packed) or keyword_of(packed)) is not None:
             return _miss(found, *use)
         nodes = frozenset(node for part in (query, key, value) for node in part.nodes)
         taken = frozenset(part.nodes[0] for part in (query, key, value))
@@ -109,7 +110,7 @@ class PackedQKV:
         cuts = list(dict.fromkeys(part.cut for part in match["parts"]))
         spans = [source_span(trace, cut) for cut in cuts]
         receivers = [receiver_span(patch, span) for span in spans]
-        template = f"{{0}}.split(self.{SIZES}, dim=-1)"
+        template = f"{{0}}.split({receiver(patch.source)}.{SIZES}, dim=-1)"
         if len(cuts) == 1:
             patch.replace(spans[0], template.replace("{0}", "{packed}"), packed=receivers[0])
         elif len(cuts) == len(PARTS):

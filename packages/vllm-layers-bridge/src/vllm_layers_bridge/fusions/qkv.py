@@ -30,7 +30,7 @@ from vllm_layers_bridge.fusions.children import (
     require_mergeable,
 )
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, settle_presence
+from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, receiver, settle_presence
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec, QKVLinearSpec, Source
 
@@ -109,9 +109,10 @@ class QKV:
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
         """Hoist one call before the first projection, and read the three parts where the projections stood."""
         spans = [projection_spans(trace, patch, match[part], settles_presence=True) for part in PARTS]
+        me = receiver(patch.source)
         patch.hoist(
             [call for call, _ in spans],
-            f"self.{MERGED}({{0}}).split(self.{SIZES}, dim=-1)",
+            f"{me}.{MERGED}({{0}}).split({me}.{SIZES}, dim=-1)",
             tuple(f"{part}_output" for part in PARTS),
             [argument for _, argument in spans],
             pure=pure_calls(trace),

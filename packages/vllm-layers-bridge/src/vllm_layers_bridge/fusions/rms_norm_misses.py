@@ -36,6 +36,8 @@ def unfit(match: Match, trace: Trace) -> tuple[fx.Node, str] | None:
     for name in ("eps", "offset"):
         if isinstance(match.get(name), fx.Node):
             return match[name], f"its {name} is a tensor; vLLM's layer takes a number"
+    if trace.changes:
+        return match.root, f"its forward sets `{min(trace.changes)}`, which would be lost with it"
     if not is_path_known(trace):
         return match.root, "its forward asks for a size of its input, and may do something else for another one"
     given, returned = trace.value(match["input"]), trace.value(match.root)

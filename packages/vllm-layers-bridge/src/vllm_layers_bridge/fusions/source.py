@@ -15,6 +15,7 @@ from fx_match import Guard, Trace, is_inplace
 from torch import fx
 
 from vllm_layers_bridge.fusions.children import other_use
+from vllm_layers_bridge.fusions.reachable import mention_elsewhere
 
 _CALLED_ALIKE = frozenset({"dtype", "device", "ndim", "layout"})
 """Properties of a tensor that all instances of a variant find the same: they were called alike."""
@@ -49,13 +50,13 @@ def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
 
 
 def receiver_span(patch: Patch, cut: SourceSpan) -> SourceSpan:
-    """The span of what is cut up: ``x`` of ``x[..., :n]``, ``x.chunk(2)`` and ``torch.chunk(x, 2)``."""
+    """The span of what is cut up: ``x`` of ``x[..., :n]``, ``x.chunk(2)``, ``torch.chunk(x, 2)`` and ``torch.Tensor.chunk(x, 2)``."""
     expression = patch.source.expression_at(cut)
     if isinstance(expression, ast.Subscript):
         return SourceSpan.of(expression.value)
     if isinstance(expression, ast.Call):
         func = expression.func
-        if isinstance(func, ast.Attribute) and not (isinstance(func.value, ast.Name) and func.value.id == "torch"):
+        if isinstance(func, ast.Attribute) and not _is_from_outside(patch.source, func.value):
             return SourceSpan.of(func.value)
         if expression.args and not isinstance(expression.args[0], ast.Starred):
             return SourceSpan.of(expression.args[0])
@@ -77,7 +78,7 @@ def projection_spans(
     argument = argument_span(patch, span)
     call = patch.source.expression_at(span)
     assert isinstance(call, ast.Call)
-    path = f"{_receiver(patch.source)}.{node.target}"
+    path = f"{receiver(patch.source)}.{node.target}"
     if ast.unparse(call.func) != path:
         raise Refused(f"`{node.target}` is called as `{ast.unparse(call.func)}`, expected `{path}`", span)
     _require_no_other_mention(trace, patch, call, path, settles_presence)
@@ -95,21 +96,27 @@ def require_same_forward(trace: Trace, patch: Patch) -> None:
 
 
 def is_path_known(trace: Trace) -> bool:
-    """Whether all instances of the variant run the traced path: it ended, and hung on no size or value of the sample."""
-    return trace.complete and all(_is_known_to_all(guard) for guard in trace.guards)
+    """Whether all instances of the variant run the traced path each time: it ended, and hung on no size or value of the sample, nor on
+    what the forward itself changes."""
+    return trace.complete and all(_is_known_to_all(guard, trace) for guard in trace.guards)
 
 
 def pure_calls(trace: Trace) -> Callable[[ast.Call], bool]:
     """For edits that compute an input elsewhere: whether a call of the forward writes to none of the tensors that are traced.
 
-    What a helper did in the trace it does always, unless it asked for a size.
+    What a helper did in the trace it does always, unless it asked for a size. Of a call that is not known to have run, on a path that
+    hangs on the sample, nothing is known.
     """
-    asked = [span for guard in trace.guards if not _is_known_to_all(guard) and (span := guard.span) is not None]
+    asked = [span for guard in trace.guards if not _is_known_to_all(guard, trace) and (span := guard.span) is not None]
     wrote = [span for node in trace.graph.nodes if is_inplace(node) and (span := trace.span(node)) is not None]
+    ran = [span for node in trace.graph.nodes if (span := trace.span(node)) is not None]
+    is_known = is_path_known(trace)
 
     def is_pure(call: ast.Call) -> bool:
         span = SourceSpan.of(call)
-        return trace.complete and not any(span.contains(_own(other)) for other in (*asked, *wrote))
+        if not trace.complete or any(span.contains(_own(other)) for other in (*asked, *wrote)):
+            return False
+        return is_known or any(span.contains(_own(other)) for other in ran)
 
     return is_pure
 
@@ -119,7 +126,7 @@ def decided_tests(trace: Trace, patch: Patch) -> Callable[[ast.expr], bool]:
 
     Of two branches, every instance then takes the one that was traced.
     """
-    receiver = _receiver(patch.source)
+    me = receiver(patch.source)
     written = {
         ast.unparse(node)
         for node in ast.walk(patch.source.tree)
@@ -131,7 +138,7 @@ def decided_tests(trace: Trace, patch: Patch) -> Callable[[ast.expr], bool]:
         return (
             is_path_known(trace)
             and all(isinstance(node, _OF_ATTRIBUTES) for node in nodes)
-            and all(node.id == receiver for node in nodes if isinstance(node, ast.Name))
+            and all(node.id == me for node in nodes if isinstance(node, ast.Name))
             and written.isdisjoint(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
         )
 
@@ -140,11 +147,26 @@ def decided_tests(trace: Trace, patch: Patch) -> Callable[[ast.expr], bool]:
 
 def settle_presence(patch: Patch, child: str) -> None:
     """Replace ``self.child is not None`` by True, and the contrary by False: the child that goes away is there in the variant."""
-    path = f"{_receiver(patch.source)}.{child}"
+    path = f"{receiver(patch.source)}.{child}"
     for node in ast.walk(patch.source.tree):
         if _is_presence(node, path):
             assert isinstance(node, ast.Compare)
             patch.replace(SourceSpan.of(node), str(isinstance(node.ops[0], ast.IsNot)))
+
+
+def require_nothing_lost(trace: Trace, patch: Patch, span: SourceSpan, kept: SourceSpan) -> None:
+    """Raises Refused if the expression at `span`, which is to go but for what lies at `kept`, does more than what the graph shows."""
+    shown = {_own(own) for node in trace.graph.nodes if (own := trace.location(node).span) is not None}
+    stack: list[ast.AST] = [patch.source.expression_at(span)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.expr) and SourceSpan.of(node) == kept:
+            continue
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            raise Refused("an expression that would go binds a name or suspends the function", SourceSpan.of(node))
+        if isinstance(node, ast.Call) and SourceSpan.of(node) not in shown:
+            raise Refused(f"{ast.unparse(node)} would go, and what it does is not known", SourceSpan.of(node))
+        stack.extend(ast.iter_child_nodes(node))
 
 
 def stands_for_itself(source: FunctionSource, span: SourceSpan, inputs: tuple[SourceSpan, ...]) -> bool:
@@ -157,7 +179,7 @@ def stands_for_itself(source: FunctionSource, span: SourceSpan, inputs: tuple[So
         skipped = [source.expression_at(given) for given in inputs]
     except Refused:
         return False
-    known = {_receiver(source)} | (set(source.function.__code__.co_names) - _locals(source))
+    known = {receiver(source)} | (set(source.function.__code__.co_names) - _locals(source))
     stack: list[ast.AST] = [root]
     while stack:
         node = stack.pop()
@@ -184,7 +206,15 @@ def _require_no_other_mention(trace: Trace, patch: Patch, call: ast.Call, path: 
         if id(node) not in calls:
             raise Refused(f"the forward uses `{path}` beside calling it, and it would be gone", SourceSpan.of(node))
         if not is_path_known(trace):
-            raise Refused(f"`{path}` is called here too, on a path that depends on the sample", SourceSpan.of(node))
+            raise Refused(
+                f"`{path}` is called here too, on a path that depends on the sample, or on an earlier call",
+                SourceSpan.of(node),
+            )
+    child = path.rpartition(".")[2]
+    if not is_path_known(trace) and (where := mention_elsewhere(trace, child)) is not None:
+        raise Refused(
+            f"`{where}` may use `{path}`, which would be gone, on a path that depends on the sample, or on an earlier call"
+        )
 
 
 def _is_presence(node: ast.AST, path: str) -> bool:
@@ -199,16 +229,26 @@ def _is_presence(node: ast.AST, path: str) -> bool:
     )
 
 
-def _is_known_to_all(guard: Guard) -> bool:
-    """Whether all instances of a variant find what the guard is about the same."""
-    return guard.kind == "attribute" or (guard.kind == "value" and guard.name in _CALLED_ALIKE)
+def _is_known_to_all(guard: Guard, trace: Trace) -> bool:
+    """Whether all instances of a variant find what the guard is about the same, each time."""
+    if guard.kind == "attribute":
+        return guard.name not in trace.changes
+    return guard.kind == "value" and guard.name in _CALLED_ALIKE
+
+
+def _is_from_outside(source: FunctionSource, node: ast.AST) -> bool:
+    """Whether an expression is a name of the module's, such as ``torch``, or an attribute of one."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id not in _locals(source)
 
 
 def _own(span: fx_match.SourceSpan) -> SourceSpan:
     return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
 
 
-def _receiver(source: FunctionSource) -> str:
+def receiver(source: FunctionSource) -> str:
+    """The name by which the forward knows its module, ``self`` as a rule."""
     args = source.tree.args
     named = [*args.posonlyargs, *args.args]
     return named[0].arg if named else ""

@@ -16,7 +16,7 @@ from ast_rewrite import Patch, Refused, SourceSpan
 from fx_match import Trace
 from torch import fx
 
-from vllm_layers_bridge.fusions.source import is_path_known, pure_calls, source_span
+from vllm_layers_bridge.fusions.source import is_path_known, pure_calls, require_nothing_lost, source_span
 
 
 def gather(
@@ -40,6 +40,8 @@ def gather(
     first = next((span for span in spans if not last.contains(span)), None)
     if first is None:
         raise Refused("all of it is one expression", last)
+    for span in (last, *spans):
+        require_nothing_lost(trace, patch, span, given)
     (made,) = patch.hoist([first], template, (name,), [given], pure=pure_calls(trace))
     patch.replace(last, made, dropping=spans)
     for span in reversed(spans):

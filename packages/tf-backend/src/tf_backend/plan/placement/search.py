@@ -24,6 +24,7 @@ def place(
     heads: Sequence[tuple[int, int]] = (),
     merged: Mapping[str, tuple[Part, ...]] | None = None,
     is_norm: Callable[[str], bool] = lambda name: False,
+    kept: frozenset[str] = frozenset(),
 ) -> Styles:
     """Split the linears of a module over `ranks`.
 
@@ -32,6 +33,7 @@ def place(
         heads: query heads and key-value heads of each call of attention that it makes.
         merged: for each child that a merged layer takes, in whole or in parts, the columns of the parts.
         is_norm: whether the child of that name becomes a root-mean-square norm of ours.
+        kept: linears that no layer of the engine takes the place of: whole on every rank.
 
     Raises:
         Unplaced: with the reason why the first attempt, which splits all it can, leads nowhere.
@@ -49,7 +51,7 @@ def place(
         _, _, choice = heapq.heappop(queue)
         fewer = dict(choice)
         try:
-            return Walk(trace, ranks, heads, merged, is_norm, fewer).run()
+            return Walk(trace, ranks, heads, merged, is_norm, fewer, kept).run()
         except Blocked as problem:
             first = first or problem
             for name in sorted(problem.linears - merged.keys()):

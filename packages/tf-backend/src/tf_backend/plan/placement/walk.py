@@ -53,6 +53,7 @@ class Walk:
         merged: for each child that a merged layer takes, in whole or in parts, the columns of the parts.
         is_norm: whether a child becomes a root-mean-square norm of ours, which can take its mean over ranks.
         fewer: linears that are to be split on outputs into fewer pieces than there are ranks, or, in one piece, not at all.
+        kept: linears that stay as they are written, whole.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Walk:
         merged: Mapping[str, tuple[Part, ...]],
         is_norm: Callable[[str], bool],
         fewer: Mapping[str, int],
+        kept: frozenset[str] = frozenset(),
     ) -> None:
         self.ranks = ranks
         self.heads = tuple(heads)
         self.merged = merged
         self.is_norm = is_norm
         self.fewer = fewer
+        self.kept = kept
         self.found = Found()
         self.calls = 0
         self.scene = Scene(trace, ranks, self.found)
@@ -211,6 +214,11 @@ class Walk:
         found = self.found
         if name in found.column or name in found.row or name in found.whole:
             raise Unplaced(f"`{name}` is called more than once")
+        if name in self.kept:
+            if state is not None:
+                raise Unplaced(f"`{name}` stays as it is written, and takes a value that would be split over ranks")
+            found.whole.add(name)
+            return None
         if state is None:
             return self._projection(name, out_features, last)
         if not isinstance(state, Shards) or name in self.merged:
