@@ -54,6 +54,26 @@ def test_ids_and_weights_arrive_as_they_were_given() -> None:
     assert torch.allclose(out, X * (SHARES * (CHOSEN + 1)).sum(-1, keepdim=True))
 
 
+def test_ranks_with_experts_of_their_own_add_up() -> None:
+    class Rank(nn.Module):
+        def __init__(self, mine: list[int]) -> None:
+            super().__init__()
+            self.mine = torch.tensor(mine)
+
+        def forward(self, hidden: Tensor, scores: Tensor) -> Tensor:
+            weights, ids = as_given(hidden, scores, K, renormalize=False)
+            return hidden * (weights * (self.mine[ids] + 1)).sum(dim=-1, keepdim=True)
+
+    parts = []
+    for mine in ([1], [3, 0, 2]):
+        places = torch.full((E,), -1, dtype=torch.int32)
+        places[mine] = torch.arange(len(mine), dtype=torch.int32)
+        parts.append(RoutedExperts(spec_of("silu"), Rank(mine), places)(X, CHOSEN, weights=SHARES))
+    whole = RoutedExperts(spec_of("silu"), Runner())(X, CHOSEN, weights=SHARES)
+    assert not torch.allclose(parts[0], whole)
+    assert torch.allclose(sum(parts), whole)
+
+
 @pytest.mark.parametrize(("null", "share"), [("identity", 1.0), ("zero", 0.0)])
 def test_ids_beyond_the_experts_never_reach_the_runner(null: Any, share: float) -> None:
     beyond = torch.tensor([[0, E], [E + 1, 1], [1, 0]])

@@ -27,19 +27,23 @@ class RoutedExperts(nn.Module):
     Args:
         spec: what they compute.
         runner: vLLM's `MoERunner`, built for them.
+        places: for each expert its place among those of this rank, or -1, [experts]; None where the runner knows by itself.
     """
 
-    def __init__(self, spec: ExpertsSpec, runner: nn.Module) -> None:
+    places: Tensor | None
+
+    def __init__(self, spec: ExpertsSpec, runner: nn.Module, places: Tensor | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.runner = runner
-        self._places = spec.arguments
+        self._arguments = spec.arguments
         self._null = spec.null
         self._experts = spec.num_experts
+        self.register_buffer("places", places, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k]."""
-        hidden, ids, weights = (args[place] if isinstance(place, int) else kwargs[place] for place in self._places)
+        hidden, ids, weights = (args[place] if isinstance(place, int) else kwargs[place] for place in self._arguments)
         flat = hidden.reshape(-1, hidden.shape[-1])
         weights = weights.to(torch.float32)
         if self._null is None:
@@ -51,6 +55,9 @@ class RoutedExperts(nn.Module):
         return routed.view(hidden.shape)
 
     def _run(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.places is not None:  # what other ranks add counts nothing here
+            ids = self.places[ids]
+            ids, weights = ids.clamp(min=0), weights.masked_fill(ids < 0, 0.0)
         routing = torch.cat((weights, ids.to(torch.float32)), dim=-1)
         out: Tensor = self.runner(flat, routing)
         return out
@@ -73,6 +80,7 @@ def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> R
         NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks.
     """
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.platforms import current_platform
 
     if not spec.runs_as:
         raise NotRunnable(f"`{prefix}` ({spec.gate}) has no activation of the engine's: set `runs_as`.")
@@ -98,6 +106,9 @@ def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> R
         )
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise NotRunnable(f"vLLM's runner cannot take `{prefix}` ({spec.gate}): {error}") from error
-    layer = RoutedExperts(spec, runner)
-    ExpertLoader(spec, asked.interleaved, runner.routed_experts).attach()
+    routed: Any = runner.routed_experts
+    # The kernels of vLLM's CPU platform are handed the map of experts to places and do not look at it.
+    places = routed.expert_map if current_platform.is_cpu() else None
+    layer = RoutedExperts(spec, runner, places)
+    ExpertLoader(spec, asked.interleaved, routed).attach()
     return layer

@@ -23,7 +23,6 @@ def test_one_key_value_head_on_two_ranks(assert_equal_on_two_ranks: Check, tmp_p
     [
         pytest.param("phi", id="projections that are not fused"),
         pytest.param("phi3", id="several projections in one weight"),
-        pytest.param("mixtral", id="experts"),
     ],
 )
 def test_on_two_ranks(name: str, assert_equal_on_two_ranks: Check, checkpoint: Callable[[str], Path]) -> None:
@@ -33,3 +32,7 @@ def test_on_two_ranks(name: str, assert_equal_on_two_ranks: Check, checkpoint: C
 def test_biases_of_experts_are_counted_once(assert_equal_on_two_ranks: Check, tmp_path: Path) -> None:
     folder = make_checkpoint("gpt_oss", tmp_path / "model", overrides={"swiglu_limit": 7.0})
     assert_equal_on_two_ranks(folder, tensor_parallel_size=2)
+
+
+def test_experts_that_are_dealt_out(assert_equal_on_two_ranks: Check, checkpoint: Callable[[str], Path]) -> None:
+    assert_equal_on_two_ranks(checkpoint("mixtral"), tensor_parallel_size=2, enable_expert_parallel=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from moe_runner import ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
+from moe_runner import ExpertsSpec, ExpertTensor, Gate, SparseBlock, WrittenExpertsSpec
 from tf_backend import capabilities
 from tf_backend.plan import Parallel
+from tf_backend.plan.experts import why_outside
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import ModulePlan, Plan
 from torch import nn
@@ -171,6 +173,36 @@ def test_sizes_and_ranks_that_do_not_fit_run_as_they_are_written(
     found = written(planned(model_of(name, **overrides), parallel=Parallel(tensor=ranks)).plan)
     assert len(found) == 2
     assert all(words in why for why in found.values())
+
+
+def test_experts_that_are_dealt_out_need_not_be_split(model_of: Models, planned: Callable[..., Planned]) -> None:
+    dealt = planned(model_of("mixtral", intermediate_size=99), parallel=Parallel(tensor=2, experts=True)).plan
+    assert {spec.runs_as for spec in experts_of(dealt).values()} == {"silu"}
+    few = planned(model_of("mixtral"), parallel=Parallel(tensor=8, experts=True)).plan
+    assert all("its 4 experts cannot be dealt out over 8 ranks" in entry.why_written for entry in few.experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "the logits do not reach them"),
+        ({"num_scores": 6}, "among 6 scores for 4 experts"),
+        ({"num_scores": None}, "an unknown number of scores"),
+        ({"score": None}, "no softmax and no sigmoid"),
+        ({"score": "sigmoid", "score_order": "after"}, "takes the sigmoid of what was chosen"),
+        ({"score": "sigmoid", "score_order": "before"}, "the logits do not reach them"),
+    ],
+    ids=str,
+)
+def test_what_keeps_the_engine_from_routing(changes: dict[str, Any], words: str, plan_of: Plans) -> None:
+    plan = plan_of("mixtral")
+    assert all("the logits do not reach them" in entry.why_outside for entry in plan.experts)
+    block = SparseBlock(
+        "experts", 4, "stacked parameters", ("a", "b"), 2, "softmax", "before", None, False, True, (), 4
+    )
+    spec = next(iter(experts_of(plan).values()))
+    assert words in why_outside(dataclasses.replace(block, **changes), spec)
+    assert "as they are written" in why_outside(block, WrittenExpertsSpec((0, 1, 2), "no kernel"))
 
 
 class Odd(nn.Module):

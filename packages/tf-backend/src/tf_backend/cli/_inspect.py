@@ -27,7 +27,9 @@ def run(options: argparse.Namespace) -> int:
 
         plan = plan_folder(
             folder,
-            parallel=Parallel(options.tensor_parallel_size, options.pipeline_parallel_size),
+            parallel=Parallel(
+                options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel
+            ),
             capabilities=engine,
             trust_remote_code=options.trust_remote_code,
         )

@@ -71,6 +71,7 @@ def prepare(vllm_config: Any) -> Prepared:
     parallel = Parallel(
         tensor=vllm_config.parallel_config.tensor_parallel_size,
         pipeline=vllm_config.parallel_config.pipeline_parallel_size,
+        experts=vllm_config.parallel_config.enable_expert_parallel,
     )
     model = skeleton(model_config.hf_config, model_config.dtype, _trusted_code(model_config))
     known = capabilities.default()

@@ -74,9 +74,25 @@ class _NotServed(Exception):
 
 
 def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: AnyExpertsSpec) -> ExpertsPlan:
+    what, outside = block.describe(), why_outside(block, spec)
     if isinstance(spec, WrittenExpertsSpec):
-        return ExpertsPlan(name, experts, cls.__name__, block.describe(), "not known", "as written", spec.reason)
-    return ExpertsPlan(name, experts, cls.__name__, block.describe(), f"{spec.gate}, as `{spec.runs_as}`")
+        return ExpertsPlan(
+            name, experts, cls.__name__, what, "not known", "as written", spec.reason, why_outside=outside
+        )
+    return ExpertsPlan(name, experts, cls.__name__, what, f"{spec.gate}, as `{spec.runs_as}`", why_outside=outside)
+
+
+def why_outside(block: SparseBlock, spec: AnyExpertsSpec) -> str:
+    """The first fact that keeps the engine from choosing the experts of `block` itself; where there is no other, how they are called."""
+    if isinstance(spec, WrittenExpertsSpec):
+        return "the experts run as they are written"
+    if block.num_scores != block.num_experts:
+        return f"it chooses among {block.num_scores or 'an unknown number of'} scores for {block.num_experts} experts"
+    if block.score is None:
+        return "its scores are no softmax and no sigmoid of the router's logits, or more than one"
+    if block.score == "sigmoid" and block.score_order == "after":
+        return "it takes the sigmoid of what was chosen, and the engine's routers take it before they choose"
+    return "its experts are called with ids and weights, and the logits do not reach them"
 
 
 def _specs(
@@ -155,7 +171,9 @@ def _runnable(spec: ExpertsSpec, capabilities: Capabilities, parallel: Parallel)
         raise _NotServed(
             f"the engine's kernel takes hidden sizes that are multiples of {multiple}, and its is {spec.hidden_size}"
         )
-    ranks = parallel.tensor
+    if parallel.experts and spec.num_experts < parallel.tensor:
+        raise _NotServed(f"its {spec.num_experts} experts cannot be dealt out over {parallel.tensor} ranks")
+    ranks = 1 if parallel.experts else parallel.tensor
     if spec.intermediate_size % ranks:
         raise _NotServed(f"{ranks} ranks do not divide the {spec.intermediate_size} features within its experts")
     if name == "swigluoai" and (spec.intermediate_size // ranks) % multiple:

@@ -244,10 +244,11 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Parallel(msgspec.Struct, frozen=True):
-    """Ranks that the model is planned for."""
+    """Ranks that the model is planned for. `experts`: whole experts are dealt out over the tensor-parallel ranks, not parts of each."""
 
     tensor: int = 1
     pipeline: int = 1
+    experts: bool = False
 
 
 class Provenance(msgspec.Struct, frozen=True):
