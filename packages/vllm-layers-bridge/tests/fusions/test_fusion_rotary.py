@@ -129,6 +129,17 @@ class Halves(Block):
         return attend(self, q, k, v)[0]
 
 
+class KeepsQuery(Block):
+    """Leaves what it turns in the module, where anything may read it."""
+
+    def forward(self, x, position_embeddings):
+        q, k, v = self.heads(x)
+        self.kept = q
+        cos, sin = position_embeddings
+        q, k = halves(q, k, cos, sin)
+        return attend(self, q, k, v)[0]
+
+
 class Leading(Block):
     width = DIM // 2
 
@@ -206,6 +217,7 @@ TAKEN: dict[str, tuple[type[Block], list[tuple[str, str, str, int, bool]]]] = {
     "once": (Once, [("rotary", "halves", "once", 2, True)]),
     "one by one, sines first, tokens first": (OneByOne, [("rotary", "halves", "twice", 1, True)]),
     "read after": (KeyIsValue, [("rotary", "halves", "twice", 2, False)]),
+    "kept in the module": (KeepsQuery, [("rotary", "halves", "twice", 2, False)]),
     "of the input": (QueryOfTheInput, [("rotary", "halves", "twice", 2, False)]),
     "two ways": (OneOverwrites, [("rotary", "halves", "twice", 2, True), ("rotary_1", "halves", "twice", 2, False)]),
 }

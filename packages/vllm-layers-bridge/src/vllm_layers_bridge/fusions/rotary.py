@@ -144,7 +144,8 @@ def _rotation(called: FunctionCall, trace: Trace, again: Trace, known: list[Rota
         raise NoRotation("is called several times at one place, or not by the forward itself")
     form = form_of(called, node, again, trace)
     cos, sin = (_given(form.arguments[name], name, again) for name in (form.cos, form.sin))
-    in_place = not is_read_elsewhere([form.arguments[name] for name in form.rotated], node, again)
+    # what a forward leaves in its module is read by whoever looks there, and no graph shows it
+    in_place = not again.changes and not is_read_elsewhere([form.arguments[name] for name in form.rotated], node, again)
     specs = list(dict.fromkeys(rotation.spec for rotation in known))
     for name in (*(spec.name for spec in specs), NAME if not specs else f"{NAME}_{len(specs)}"):
         spec = RotarySpec(name, form.pairing, form.angles, form.token_axis, in_place)
