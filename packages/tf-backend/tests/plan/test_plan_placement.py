@@ -77,6 +77,12 @@ class BranchesOnTheSize(TwoLayers):
         return self.second(inner if inner.shape[-1] > 8 else inner * 2.0)
 
 
+class BranchesOnTheTokens(TwoLayers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x)
+        return self.second(inner) if x.shape[1] > 1 else self.second(inner + self.first.weight.mean())
+
+
 class ScaledTwice(TwoLayers):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x) * self.scale) * self.scale.sum()
@@ -164,6 +170,7 @@ def test_a_pair_of_linears_is_split_on_outputs_then_on_inputs() -> None:
         (Softmaxed, "(softmax) is over the axis"),
         (ReadsTheSize, "reads the size of an axis"),
         (BranchesOnTheSize, "its path hangs on"),
+        (BranchesOnTheTokens, "its path hangs on"),
         (ScaledTwice, "with `scale`, which is whole"),
         (WritesWhole, "writes in place a value that would be split into one that is whole"),
         (MergesWithTokens, "in a way that does not keep its parts"),

@@ -233,7 +233,7 @@ def angles(cls: type[Block], pairing: Pairing = "halves") -> tuple[torch.Tensor,
 
 def arguments(cls: type[Block], cos: torch.Tensor, sin: torch.Tensor) -> dict[str, Any]:
     x = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
-    if cls in (Halves, Leading):
+    if cls in (Halves, KeepsQuery, Leading):
         return {"x": x, "position_embeddings": (cos, sin)}
     return {"x": x, "cos": cos, "sin": sin}
 

@@ -179,7 +179,7 @@ def _turn(
     """What the engine's rotary kernel does to rows of [tokens, heads * head_dim]: each head turned where it lies."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     for rows in (query, key):
-        for head in rows.unflatten(-1, (-1, head_dim)).unbind(1) if rows is not None else ():
+        for head in rows.view(len(rows), -1, head_dim).unbind(1) if rows is not None else ():
             turning = head[:, : 2 * cos.shape[-1]]
             first, second = turning.chunk(2, dim=-1) if is_neox else (turning[:, ::2], turning[:, 1::2])
             one, other = first * cos - second * sin, second * cos + first * sin
