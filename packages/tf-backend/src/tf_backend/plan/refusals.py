@@ -35,13 +35,27 @@ def kind_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
 
 
 def option_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
-    """How the checkpoint is stored, and not what the model is."""
+    """How the checkpoint is stored, and what the engine takes the model for by its config."""
     name = type(model).__name__
     place = place_of_class(type(model))
     if getattr(model.config, "quantization_config", None) is not None:
         yield Refusal(
             f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
         )
+    if _counts_positions_thrice(getattr(model.config, "rope_parameters", None)):
+        yield Refusal(
+            f"`{name}` has `mrope_section` in its config, by which the engine counts positions in three streams; not served yet",
+            "",
+            place,
+            REMEDY,
+        )
+
+
+def _counts_positions_thrice(parameters: object) -> bool:
+    """Whether rotary parameters, of the model or of each kind of layer, name the sections of three streams of positions."""
+    if not isinstance(parameters, dict):
+        return False
+    return "mrope_section" in parameters or any(_counts_positions_thrice(value) for value in parameters.values())
 
 
 def _parts(model: PreTrainedModel) -> str:
