@@ -289,8 +289,11 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer(model_of: Models, planned
     assert "buffer" in refusal.remedy
 
 
-def test_positions_in_three_streams_are_refused(model_of: Callable[..., Any], planned: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["mrope_section", "xdrope_section"])
+def test_positions_in_several_streams_are_refused(
+    name: str, model_of: Callable[..., Any], planned: Callable[..., Any]
+) -> None:
     model = model_of("llama")
-    model.config.rope_parameters = {"full_attention": {**model.config.rope_parameters, "mrope_section": [4, 2, 2]}}
+    model.config.rope_parameters = {"full_attention": {**model.config.rope_parameters, name: [4, 2, 2]}}
     reasons = [refusal.reason for refusal in planned(model).plan.refusals]
-    assert any("`mrope_section`" in reason for reason in reasons), reasons
+    assert any(f"`{name}`" in reason for reason in reasons), reasons

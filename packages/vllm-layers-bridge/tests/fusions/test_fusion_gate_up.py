@@ -171,6 +171,16 @@ class OnAnArgument(_Base):
         return self.down(gate)
 
 
+class OtherReceiver(_Base):
+    def forward(me, x):  # noqa: N805
+        gate = me.gate(x).clamp(max=me.limit)
+        return me.down(me.act(gate) * me.up(x))
+
+
+def test_the_layer_is_reached_by_the_name_that_the_forward_has_for_its_module(fuse: Callable[..., Any]) -> None:
+    assert "gate_output, up_output = me.gate_up_proj(x)" in fuse(GateUp(), OtherReceiver(), X).rewrite.text
+
+
 def test_a_branch_of_an_argument_is_refused(fuse: Callable[..., Any]) -> None:
     with pytest.raises(Refused, match="do not lie in one block"):
         fuse(GateUp(), OnAnArgument(), X)

@@ -42,20 +42,26 @@ def option_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
         yield Refusal(
             f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
         )
-    if _counts_positions_thrice(getattr(model.config, "rope_parameters", None)):
+    sections = _position_streams(getattr(model.config, "rope_parameters", None))
+    if sections:
         yield Refusal(
-            f"`{name}` has `mrope_section` in its config, by which the engine counts positions in three streams; not served yet",
+            f"`{name}` has `{sections}` in its config, by which the engine counts positions in several streams; not served yet",
             "",
             place,
             REMEDY,
         )
 
 
-def _counts_positions_thrice(parameters: object) -> bool:
-    """Whether rotary parameters, of the model or of each kind of layer, name the sections of three streams of positions."""
+_STREAMS = ("mrope_section", "xdrope_section")
+"""Names by which the engine takes a rotary embedding to be one of several streams of positions."""
+
+
+def _position_streams(parameters: object) -> str:
+    """Which of `_STREAMS` the rotary parameters hold, of the model or of a kind of layers; "" for none."""
     if not isinstance(parameters, dict):
-        return False
-    return "mrope_section" in parameters or any(_counts_positions_thrice(value) for value in parameters.values())
+        return ""
+    own = next((name for name in _STREAMS if name in parameters), "")
+    return own or next((found for value in parameters.values() if (found := _position_streams(value))), "")
 
 
 def _parts(model: PreTrainedModel) -> str:

@@ -29,7 +29,7 @@ from vllm_layers_bridge.fusions.children import (
 )
 from vllm_layers_bridge.fusions.gated_mlp import MERGED, GatedMLP
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls
+from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, receiver
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, Source
 
@@ -75,7 +75,7 @@ class GateUp:
         spans = [projection_spans(trace, patch, match[part]) for part in ("gate", "up")]
         patch.hoist(
             [call for call, _ in spans],
-            f"self.{MERGED}({{0}}).chunk(2, dim=-1)",
+            f"{receiver(patch.source)}.{MERGED}({{0}}).chunk(2, dim=-1)",
             ("gate_output", "up_output"),
             [argument for _, argument in spans],
             pure=pure_calls(trace),
