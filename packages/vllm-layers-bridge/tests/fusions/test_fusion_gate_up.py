@@ -172,7 +172,7 @@ class OnAnArgument(_Base):
 
 
 class OtherReceiver(_Base):
-    def forward(me, x):  # noqa: N805
+    def forward(me, x):
         gate = me.gate(x).clamp(max=me.limit)
         return me.down(me.act(gate) * me.up(x))
 
