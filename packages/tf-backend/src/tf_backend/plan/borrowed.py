@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from tf_backend.plan.nested import tensors_in
+from vllm_layers_bridge.nested import tensors_in
 
 
 class BorrowedParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]

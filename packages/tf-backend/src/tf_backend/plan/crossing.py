@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+from vllm_layers_bridge.nested import tensors_in
 
 from tf_backend.plan.mixing import running_line
-from tf_backend.plan.nested import tensors_in
 from tf_backend.plan.observe import observing, observing_mask, token_counts, watching
 from tf_backend.plan.schema import Place
 

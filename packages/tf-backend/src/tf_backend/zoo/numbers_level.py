@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
+from vllm_layers_bridge.nested import tensors_in
 from vllm_layers_bridge.specs import QKVLinearSpec
 
 from tf_backend.capabilities import Capabilities
@@ -110,7 +111,7 @@ def drawn_model(skeleton: PreTrainedModel) -> PreTrainedModel:
 
 def difference(found: Any, expected: Any) -> float:
     """Norm of the difference over norm of `expected`, the largest over all tensors in the two; infinite where they are not alike."""
-    one, other = list(_tensors(found)), list(_tensors(expected))
+    one, other = list(tensors_in(found)), list(tensors_in(expected))
     if len(one) != len(other) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(one, other, strict=True)):
         return float("inf")
     return max((_gap(a, b) for a, b in zip(one, other, strict=True)), default=float("inf"))
@@ -230,14 +231,3 @@ def _own(value: Any) -> Any:
     if type(value) is dict:
         return {key: _own(item) for key, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

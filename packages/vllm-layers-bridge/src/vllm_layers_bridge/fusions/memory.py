@@ -5,12 +5,13 @@ In: nodes of a trace, and the node after which what they hold is to be another. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from fx_match import Trace, canonical
-from fx_match import Unknown as _Unknown
 from torch import fx
+
+from vllm_layers_bridge.nested import tensors_in
 
 _SHAPE_READS = frozenset({"shape", "size", "dim", "ndim", "dtype", "device", "numel", "stride"})
 
@@ -18,7 +19,7 @@ _SHAPE_READS = frozenset({"shape", "size", "dim", "ndim", "dtype", "device", "nu
 def is_read_elsewhere(overwritten: Sequence[fx.Node], by: fx.Node, trace: Trace) -> bool:
     """Whether an element of `overwritten` is an input's or the module's own, is read after `by`, is returned, or is in two of them."""
     order = {node: at for at, node in enumerate(trace.graph.nodes)}
-    views = {node: list(_tensors(trace.value(node))) for node in trace.graph.nodes}
+    views = {node: tensors_in(trace.value(node)) for node in trace.graph.nodes}
     owned = {_storage(tensor) for tensor in (*trace.module.parameters(), *trace.module.buffers())}
     for at, node in enumerate(overwritten):
         value = trace.value(node)
@@ -59,14 +60,3 @@ def _end(tensor: torch.Tensor) -> int:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(value: object | _Unknown) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
