@@ -61,13 +61,20 @@ class Case:
 
     def at(self, text: str, nth: int = 0) -> SourceSpan:
         """The span of the nth expression whose exact text is this."""
+        return self._spans(text)[nth]
+
+    def within(self, outer: SourceSpan, text: str) -> SourceSpan:
+        """The first expression in `outer` whose exact text is this."""
+        return next(span for span in self._spans(text) if outer.contains(span))
+
+    def _spans(self, text: str) -> list[SourceSpan]:
         spans = {
             SourceSpan.of(node)
             for statement in self.source.tree.body
             for node in ast.walk(statement)
             if isinstance(node, ast.expr) and self.source.segment(SourceSpan.of(node)) == text
         }
-        return sorted(spans)[nth]
+        return sorted(spans)
 
     def body(self) -> str:
         """The result without its first line."""

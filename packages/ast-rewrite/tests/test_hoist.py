@@ -22,22 +22,13 @@ f = Attention.f
 
 def hoist(c, *, names="ab", pure=None, template="self.ab({0})", arg="x"):
     spans = [c.at(f"self.a({arg})"), c.at(f"self.b({arg})")]
-    inputs = [sorted(s for s in spans_of(c, arg) if span.contains(s))[0] for span in spans]
+    inputs = [c.within(span, arg) for span in spans]
     return c.patch.hoist(spans, template, list(names), inputs, pure=pure)
 
 
 def method(parameters, between):
     function = f"def f({parameters}):\n    y = self.a(x)\n    {between}\n    return y + self.b(x)\n"
     return "class C:\n" + textwrap.indent(function, "    ") + "\nf = C.f\n"
-
-
-def spans_of(c, text):
-    found = []
-    while True:
-        try:
-            found.append(c.at(text, len(found)))
-        except IndexError:
-            return found
 
 
 def test_three_projections_become_one(case):
@@ -388,70 +379,3 @@ def test_a_template_that_does_not_parse_leaves_no_trace(case):
     with pytest.raises(ValueError, match="no span was given"):
         hoist(c, template="self.ab({1}, {2})")
     assert c.patch.edits == ()
-
-
-BRANCHED = """
-class C:
-    def f(self, x, flag=None):
-        y = self.a(x)
-        if self.shared:
-            return y
-        else:
-            z = x + 1
-            w = self.b(x) if self.b_there else z
-        return y + w
-f = C.f
-"""
-
-
-def decided(*texts):
-    return lambda test: ast.unparse(test) in texts
-
-
-def hoist_decided(c, *texts):
-    spans = [c.at("self.a(x)"), c.at("self.b(x)")]
-    inputs = [sorted(s for s in spans_of(c, "x") if span.contains(s))[0] for span in spans]
-    return c.patch.hoist(spans, "self.ab({0})", ["a", "b"], inputs, decided=decided(*texts))
-
-
-def test_into_branches_that_are_always_taken(case):
-    c = case(BRANCHED)
-    hoist_decided(c, "self.shared", "self.b_there")
-    body = c.body()
-    assert body.startswith("a, b = self.ab(x)\ny = a\nif self.shared:")
-    assert "w = b if self.b_there else z" in body
-
-
-@pytest.mark.parametrize(
-    ("texts", "reason"),
-    [
-        ((), "do not lie in one block"),
-        (("self.b_there",), "do not lie in one block"),
-        (("self.shared",), "is not evaluated each time"),
-    ],
-)
-def test_branches_that_may_not_be_taken_stay_apart(case, texts, reason):
-    with pytest.raises(Refused, match=reason):
-        hoist_decided(case(BRANCHED), *texts)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("if flag: return y", "can be left between"),
-        ("x = x + 1", "may not have the same value"),
-        ("self.b = flag", "may not have the same value"),
-    ],
-)
-def test_what_lies_before_an_expression_in_its_branch_counts(case, line, reason):
-    c = case(BRANCHED.replace("z = x + 1", f"z = x + 1\n            {line}"))
-    with pytest.raises(Refused, match=reason):
-        hoist_decided(c, "self.shared", "self.b_there")
-
-
-def test_a_branch_in_a_loop_or_a_context_is_not_reached_by_deciding(case):
-    loop = BRANCHED.replace("if self.shared:", "for i in flag:").replace(
-        "return y\n        else:", "pass\n        else:"
-    )
-    with pytest.raises(Refused, match="do not lie in one block"):
-        hoist_decided(case(loop), "self.shared", "self.b_there")

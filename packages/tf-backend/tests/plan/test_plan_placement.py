@@ -1,4 +1,4 @@
-"""Placement over tensor-parallel ranks: what is split, what stays whole and why, and what is refused."""
+"""Placement of one module over tensor-parallel ranks: what is split, what stays whole and why."""
 
 from __future__ import annotations
 
@@ -6,29 +6,11 @@ import fx_match
 import pytest
 import torch
 from fx_match import LeafCall
-from tf_backend import capabilities
-from tf_backend.model.skeleton import skeleton
-from tf_backend.plan import Parallel, Plan, plan
 from tf_backend.plan.placement import OwnShard, Part, Styles, Unplaced, place
-from tf_backend.plan.planner import make_plan
-from tf_tools.checkpoints import build_model
 from torch import nn
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm_layers_bridge.seams.leaf import attention_leaf
-from vllm_layers_bridge.specs import LayerSpec, LinearSpec, MergedLinearSpec, QKVLinearSpec, RMSNormSpec
 
 HIDDEN, INNER = 8, 12
-
-
-def planned_config(name: str, **overrides: object) -> PreTrainedConfig:
-    config = build_model(name, overrides=overrides or None).config
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return config
-
-
-def planned(name: str, ranks: int, **overrides: object) -> Plan:
-    return plan(skeleton(planned_config(name, **overrides)), Parallel(tensor=ranks))
 
 
 def placed(module: nn.Module, ranks: int = 2, heads: tuple[tuple[int, int], ...] = ()) -> Styles:
@@ -214,64 +196,6 @@ def test_ranks_that_do_not_divide_the_features() -> None:
         placed(Plain(), ranks=5)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma2", "granite", "phi", "phi3", "glm4", "gpt2"]
-)
-def test_attention_and_mlp_are_split(name: str) -> None:
-    found = planned(name, 2)
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    assert {record.placement for record in found.placement} == {"split"}
-    styles = [
-        layer.style
-        for module in found.modules
-        for layer in module.layers
-        if isinstance(layer, LinearSpec | MergedLinearSpec)
-    ]
-    assert "replicated" not in styles
-    assert "row" in styles
-
-
-def test_key_value_heads_fewer_than_ranks_are_repeated() -> None:
-    found = planned("llama", 4, num_key_value_heads=2)
-    assert found.is_served
-    assert any(
-        isinstance(layer, QKVLinearSpec) and layer.num_kv_heads == 2 for m in found.modules for layer in m.layers
-    )
-
-
-def test_a_single_key_value_head_is_repeated() -> None:
-    assert planned("llama-biased", 2, num_key_value_heads=1).is_served
-
-
-def test_heads_that_ranks_do_not_divide_are_refused() -> None:
-    found = planned("llama", 3)
-    assert not found.is_served
-    assert "4 heads cannot be split over 3 ranks" in str(found.refusals[0])
-    assert "LlamaAttention" in str(found.refusals[0])
-
-
-def layers_of(found: Plan, kind: type[LayerSpec]) -> dict[str, LayerSpec]:
-    return {m.name: layer for m in found.modules for layer in m.layers if isinstance(layer, kind)}
-
-
-@pytest.mark.parametrize(("ranks", "kv_heads", "pieces"), [(2, 2, (2, 2)), (4, 2, (4, 2)), (2, 1, (2, 1))])
-def test_norms_over_all_heads_take_their_mean_over_ranks(ranks: int, kv_heads: int, pieces: tuple[int, int]) -> None:
-    found = planned("olmo2", ranks, num_key_value_heads=kv_heads)
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    norms = layers_of(found, RMSNormSpec)
-    query, key = (norms[f"model.layers.0.self_attn.{name}"] for name in ("q_norm", "k_norm"))
-    assert isinstance(query, RMSNormSpec)
-    assert isinstance(key, RMSNormSpec)
-    assert (query.pieces, key.pieces) == pieces
-    assert (query.hidden_size, key.hidden_size) == (128, 32 * kv_heads)
-    others = [layer for name, layer in norms.items() if "self_attn" not in name]
-    assert {layer.pieces for layer in others if isinstance(layer, RMSNormSpec)} == {1}
-
-
-def test_one_rank_has_no_placement() -> None:
-    assert planned("llama", 1).placement == ()
-
-
 class TwoCalls(nn.Module):
     """Attends twice and sums: each call is split by heads."""
 
@@ -305,39 +229,6 @@ def test_several_calls_of_attention_are_split_by_heads_alike() -> None:
 def test_calls_that_take_heads_of_other_ranks_are_refused() -> None:
     with pytest.raises(Unplaced, match="chunk"):
         placed(TwoHalves(), heads=((4, 4), (4, 4)))
-    (refusal,) = planned("diffllama", 2).refusals
-    assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason
-
-
-def test_low_rank_projections_stay_whole() -> None:
-    latent = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    found = planned("minicpm3", 2, num_key_value_heads=4, **latent)
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    linears = layers_of(found, LinearSpec)
-    styles = {
-        name: linears[f"model.layers.1.self_attn.{name}"]
-        for name in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
-    }
-    found_styles = {name: layer.style for name, layer in styles.items() if isinstance(layer, LinearSpec)}
-    assert found_styles == {
-        "q_a_proj": "replicated",
-        "kv_a_proj_with_mqa": "replicated",
-        "q_b_proj": "column",
-        "o_proj": "row",
-    }
-    (record,) = [record for record in found.placement if record.cls == "MiniCPM3Attention"]
-    assert record.replicated_parameters == 2 * 128 * (48 + 64 + 32)
-    assert record.notes == ("`kv_a_proj_with_mqa`, `q_a_proj`: whole on every rank",)
-
-
-def test_a_weight_for_each_head_is_split_with_the_heads() -> None:
-    found = planned("cohere", 2, use_qk_norm=True, pad_token_id=0)
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    (attention,) = [module for module in found.modules if module.name == "model.layers.0.self_attn"]
-    assert {shard.name: (shard.axis, shard.pieces) for shard in attention.shards} == {
-        "q_norm.weight": (0, 2),
-        "k_norm.weight": (0, 2),
-    }
 
 
 class RepeatsOneHead(nn.Module):
@@ -374,40 +265,3 @@ def test_what_several_ranks_hold_is_not_summed_over_them() -> None:
     traced = fx_match.trace(SumsWhatSeveralHold().to("meta"), (torch.empty(1, 5, HIDDEN, device="meta"),))
     with pytest.raises(Unplaced, match="would sum over ranks what several of them hold"):
         place(traced, 4, (), {"kv": (Part(0, 4, 2),)})
-
-
-def test_transformers_own_plan_is_told_where_numbers_would_differ() -> None:
-    config = build_model("phi3").config
-    config.architectures = ["Phi3ForCausalLM"]
-    assert all(record.notes == () for record in plan(skeleton(config), Parallel(tensor=2)).placement)
-    config.base_model_tp_plan = {
-        "layers.*.self_attn.qkv_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.down_proj": "colwise",
-    }
-    found = {record.cls: record.notes for record in plan(skeleton(config), Parallel(tensor=2)).placement}
-    assert found == {
-        "Phi3Attention": (
-            "`qkv_proj`: transformers' own plan (`colwise`) splits its outputs; the graph shows that the outputs of each of its "
-            "projections are to be split",
-        ),
-        "Phi3MLP": (
-            "`down_proj`: transformers' own plan (`colwise`) splits its outputs; the graph shows that its inputs are to be split",
-        ),
-    }
-
-
-def test_projections_that_are_not_merged_are_repeated_too() -> None:
-    model = skeleton(planned_config("llama", num_key_value_heads=2))
-    found = make_plan(model, Parallel(tensor=4), capabilities.shipped(), fusions=()).plan
-    assert found.is_served, [str(refusal) for refusal in found.refusals]
-    linears = layers_of(found, LinearSpec)
-    key, query = (linears[f"model.layers.0.self_attn.{part}_proj"] for part in "kq")
-    assert isinstance(key, LinearSpec)
-    assert isinstance(query, LinearSpec)
-    assert (key.style, key.runs, key.copies) == ("column", 2, 2)
-    assert (query.style, query.runs, query.copies) == ("column", None, 1)
-    rules = {rule.source: (rule.runs, rule.copies) for rule in found.weights}
-    assert rules["model.layers.0.self_attn.k_proj.weight"] == (2, 2)
-    assert rules["model.layers.0.self_attn.q_proj.weight"] == (1, 1)
