@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from tf_backend.plan import plan_folder
 from tf_backend.plan.schema import Plan
+from tf_backend.weights.names import Names
+from tf_backend.weights.stream import converted
 from tf_tools.checkpoints import SIZES, make_checkpoint
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
@@ -86,3 +89,19 @@ def _build(model_type: str) -> PreTrainedModel:
 def converted_model() -> Callable[[str], PreTrainedModel]:
     """A tiny model of a type, with numbers where its sizes are small and on meta where they are not."""
     return _build
+
+
+@pytest.fixture(scope="session")
+def read_back() -> Callable[[Mapping[str, torch.Tensor], Names], dict[str, torch.Tensor]]:
+    """``read_back(stored, names)``: a checkpoint's tensors, arriving in a drawn order, under the model's names; none comes twice."""
+
+    def read(stored: Mapping[str, torch.Tensor], names: Names) -> dict[str, torch.Tensor]:
+        arriving = list(stored.items())
+        random.Random(0).shuffle(arriving)
+        back: dict[str, torch.Tensor] = {}
+        for _, name, tensor in converted(arriving, names):
+            assert name not in back
+            back[name] = tensor
+        return back
+
+    return read

@@ -6,14 +6,12 @@ sizes are kept on meta, where names and shapes are held.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from tf_backend.plan.conversions import conversion_of
 from tf_backend.weights.names import Names
-from tf_backend.weights.stream import converted
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
@@ -24,6 +22,7 @@ SAVED_AS_HELD = {"qwen3_vl_moe"}
 """Old checkpoints alone are stored otherwise: the shape decides."""
 
 
+ReadBack = Callable[[Mapping[str, torch.Tensor], Names], dict[str, torch.Tensor]]
 Build = Callable[[str], PreTrainedModel]
 
 
@@ -35,16 +34,6 @@ def has_converter(model_type: str) -> bool:
 MODEL_TYPES = sorted(set(filter(has_converter, CONFIG_MAPPING)) - NO_AUTO_CLASS)
 
 
-def read(stored: Mapping[str, torch.Tensor], names: Names) -> dict[str, torch.Tensor]:
-    arriving = list(stored.items())
-    random.Random(0).shuffle(arriving)
-    back: dict[str, torch.Tensor] = {}
-    for _, name, tensor in converted(arriving, names):
-        assert name not in back
-        back[name] = tensor
-    return back
-
-
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
@@ -54,14 +43,14 @@ def test_the_types_that_are_served_are_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_what_transformers_saves_is_read_back(model_type: str, converted_model: Build) -> None:
+def test_what_transformers_saves_is_read_back(model_type: str, converted_model: Build, read_back: ReadBack) -> None:
     model = converted_model(model_type)
     state = model.state_dict()
     stored = revert_weight_conversion(model, dict(state))
     assert (shapes(stored) == shapes(state)) is (model_type in SAVED_AS_HELD)
     conversion = conversion_of(model, "")
     for names in (Names(conversion, stored), Names(conversion)):
-        back = read(stored, names)
+        back = read_back(stored, names)
         assert back.keys() == state.keys()
         for name, tensor in state.items():
             assert back[name].shape == tensor.shape, name
@@ -69,10 +58,12 @@ def test_what_transformers_saves_is_read_back(model_type: str, converted_model: 
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "jamba", "hrm_text", "qwen3_vl_moe"])
-def test_a_checkpoint_in_the_layout_of_the_model_is_read_as_it_stands(model_type: str, converted_model: Build) -> None:
+def test_a_checkpoint_in_the_layout_of_the_model_is_read_as_it_stands(
+    model_type: str, converted_model: Build, read_back: ReadBack
+) -> None:
     model = converted_model(model_type)
     state = model.state_dict()
     for names in (Names(conversion_of(model, ""), state), Names(conversion_of(model, ""))):
-        back = read(state, names)
+        back = read_back(state, names)
         assert back.keys() == state.keys()
         assert all(tensor.is_meta or torch.equal(back[name], tensor) for name, tensor in state.items())

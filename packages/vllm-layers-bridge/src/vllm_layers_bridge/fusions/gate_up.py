@@ -18,16 +18,14 @@ from ast_rewrite import Patch
 from fx_match import Match, Miss, Trace, any_value, find_all, is_inplace
 from torch import fx, nn
 
-from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.children import (
     linears_above,
     only_input,
     other_use,
     plain_linear,
     require_free_names,
-    require_mergeable,
 )
-from vllm_layers_bridge.fusions.gated_mlp import MERGED, GatedMLP
+from vllm_layers_bridge.fusions.gated_mlp import MERGED, GatedMLP, gate_and_up
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
 from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, receiver
 from vllm_layers_bridge.seams.leaf import attention_leaf
@@ -63,11 +61,7 @@ class GateUp:
 
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
         """Both plain, of one width and type, with a bias each or none, and free names."""
-        gate, up = plain_linear(module, match["gate"]), plain_linear(module, match["up"])
-        names = str(match["gate"].target), str(match["up"].target)
-        require_mergeable(names, (gate, up))
-        if gate.out_features != up.out_features:
-            raise NotFusable(f"`{names[0]}` gives {gate.out_features} features and `{names[1]}` {up.out_features}")
+        gate_and_up(match, module)
         require_free_names(module, (MERGED,))
 
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:

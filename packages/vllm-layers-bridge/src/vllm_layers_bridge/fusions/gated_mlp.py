@@ -77,11 +77,7 @@ class GatedMLP:
 
     def check(self, match: Match, module: nn.Module, facts: ModuleFacts) -> None:
         """Both plain, of one shape, with a bias each or none, an activation that can be fused, and free names."""
-        gate, up = plain_linear(module, match["gate"]), plain_linear(module, match["up"])
-        names = str(match["gate"].target), str(match["up"].target)
-        require_mergeable(names, (gate, up))
-        if gate.out_features != up.out_features:
-            raise NotFusable(f"`{names[0]}` gives {gate.out_features} features and `{names[1]}` {up.out_features}")
+        gate_and_up(match, module)
         activation = activation_of(module, match["activated"], match["activation"])
         if match[FORM] != "projections" and activation not in FUSED_ACTIVATIONS:
             raise NotFusable(
@@ -124,6 +120,16 @@ class GatedMLP:
         if match[FORM] == "projections" or activation is None:
             return (merged,)
         return (merged, ActivationAndMulSpec(ACTIVATION, activation))
+
+
+def gate_and_up(match: Match, module: nn.Module) -> tuple[nn.Linear, nn.Linear]:
+    """The two linears of an instance; NotFusable unless both are plain, of one width and type, with a bias each or none."""
+    gate, up = plain_linear(module, match["gate"]), plain_linear(module, match["up"])
+    names = str(match["gate"].target), str(match["up"].target)
+    require_mergeable(names, (gate, up))
+    if gate.out_features != up.out_features:
+        raise NotFusable(f"`{names[0]}` gives {gate.out_features} features and `{names[1]}` {up.out_features}")
+    return gate, up
 
 
 def _form(match: Match, trace: Trace) -> str:
