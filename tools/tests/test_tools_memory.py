@@ -41,4 +41,7 @@ def test_what_cannot_be_measured_is_one_line(large: Path, tmp_path: Path, capsys
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no config.json" in capsys.readouterr().err
     assert main(["make", str(large)]) == 2
-    assert str(large) in capsys.readouterr().err
+    assert f"error: {large} exists already" in capsys.readouterr().err
+    assert main(["make", str(tmp_path / "new"), "--gib", "0"]) == 2
+    assert "above 0" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -79,6 +79,7 @@ def test_diffs_are_coloured_on_a_terminal(toy_plan: Plan) -> None:
 
 def test_ranges_of_layers() -> None:
     assert _ranges([8, 0, 1, 2, 6, 9]) == "0-2, 6, 8-9"
+    assert _ranges([0, 0, 1, 1, 0]) == "0-1"
     assert _ranges([]) == ""
 
 

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="write a llama-shaped checkpoint of random numbers")
     make.add_argument("folder", type=Path)
-    make.add_argument("--gib", type=float, default=2.0)
+    make.add_argument("--gib", type=float, default=2.0, help="at least; no less than one layer and the embeddings take")
     make.add_argument("--tied", action="store_true", help="the head shares the embedding's weight")
     compare = commands.add_parser("compare", help="load with transformers and with vllm, in turns")
     compare.add_argument("folder", type=Path)
@@ -29,13 +29,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "make":
+            if not options.gib > 0:
+                raise MemoryToolError(f"--gib {options.gib:g}: expected a size above 0")
+            if options.folder.exists():
+                raise MemoryToolError(f"{options.folder} exists already: name a folder that does not")
             print(make_large_checkpoint(options.folder, options.gib, tied=options.tied))
         elif options.command == "load":
             print(load_here(options.folder, options.implementation))
         else:
             return _compare(options)
-    except (MemoryToolError, FileExistsError) as error:
-        print(error, file=sys.stderr)
+    except MemoryToolError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -40,6 +40,8 @@ def render_header(console: Console, plan: Plan) -> None:
     table.add_row("transformers", Text(f"{origin.transformers}, torch {origin.torch}"))
     table.add_row("engine", Text(origin.capabilities))
     ranks = f"tensor parallel {origin.parallel.tensor}, pipeline parallel {origin.parallel.pipeline}"
+    if origin.parallel.experts:
+        ranks += ", whole experts dealt out"
     table.add_row("ranks", Text(ranks))
     table.add_row("plan", Text(plan.hash[:16]))
     console.print(table)
@@ -201,9 +203,9 @@ def _step(step: HeadStep) -> str:
 
 
 def _ranges(indices: Iterable[int]) -> str:
-    """``0-4, 6, 8-9`` for whole numbers in any order."""
+    """``0-4, 6, 8-9`` for whole numbers in any order; one that comes several times is shown once."""
     runs: list[list[int]] = []
-    for index in sorted(indices):
+    for index in sorted(set(indices)):
         if runs and index == runs[-1][1] + 1:
             runs[-1][1] = index
         else:
