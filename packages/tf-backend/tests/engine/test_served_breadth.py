@@ -19,6 +19,12 @@ pytestmark = pytest.mark.engine
 GPT2_SIZES = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256}
 LATENT = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 HRM = {"head_dim": 32, "H_cycles": 2, "L_cycles": 2}
+MODERNBERT: dict[str, Any] = {
+    "pad_token_id": 0,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 500.0} for kind in ("full_attention", "sliding_attention")
+    },
+}
 
 # Model type -> config values, and how many layers of each kind it has when it is served; vLLM has one activation for all who ask.
 SERVED: dict[str, tuple[Mapping[str, Any], Mapping[str, int]]] = {
@@ -36,7 +42,7 @@ SERVED: dict[str, tuple[Mapping[str, Any], Mapping[str, int]]] = {
     "cohere": ({"pad_token_id": 0}, {"QKVParallelLinear": 2, "MergedColumnParallelLinear": 2}),
     "diffllama": ({}, {"Attention": 4, "AttentionCall": 4, "QKVParallelLinear": 2}),
     "hrm_text": (HRM, {"Attention": 12, "AttentionTurns": 4, "QKVParallelLinear": 4}),
-    "modernbert-decoder": ({"pad_token_id": 0}, {"QKVParallelLinear": 2, "ModernBertDecoderPredictionHead": 1}),
+    "modernbert-decoder": (MODERNBERT, {"QKVParallelLinear": 2, "ModernBertDecoderPredictionHead": 1}),
     "minicpm3": ({**LATENT, "num_key_value_heads": 4}, {"Attention": 2, "QKVParallelLinear": 0}),
 }
 
