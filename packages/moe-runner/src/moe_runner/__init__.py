@@ -4,13 +4,15 @@ Recognising and reading know torch alone. vLLM is imported when a layer is built
 """
 
 from moe_runner._activations import ACTIVATIONS, EngineActivation, asked_of_engine, engine_activation, names_of
-from moe_runner._arguments import is_routed_call
+from moe_runner._arguments import is_routed_call, is_rows_call
 from moe_runner._block import SparseBlock
 from moe_runner._errors import ModuleTypeError, MoeRunnerError, NotRunnable
+from moe_runner._listed import ReadBlock, read_block
 from moe_runner._loading import LOADER, parameter_of
 from moe_runner._passing import experts_passed_by
 from moe_runner._reading import Experts, read_experts
 from moe_runner._recognize import recognize
+from moe_runner._rows import RowsGiven, read_rows
 from moe_runner.layer import RoutedExperts, build_experts
 from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
 from moe_runner.written import WRITTEN, WrittenExperts, keep_experts
@@ -28,7 +30,9 @@ __all__ = [
     "ModuleTypeError",
     "MoeRunnerError",
     "NotRunnable",
+    "ReadBlock",
     "RoutedExperts",
+    "RowsGiven",
     "SparseBlock",
     "WrittenExperts",
     "WrittenExpertsSpec",
@@ -37,9 +41,12 @@ __all__ = [
     "engine_activation",
     "experts_passed_by",
     "is_routed_call",
+    "is_rows_call",
     "keep_experts",
     "names_of",
     "parameter_of",
+    "read_block",
     "read_experts",
+    "read_rows",
     "recognize",
 ]

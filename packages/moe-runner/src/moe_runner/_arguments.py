@@ -50,3 +50,22 @@ def routed_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoutedCall 
 def is_routed_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is one of experts that are told what to do: hidden states, ids [tokens, k], weights [tokens, k] and nothing else."""
     return routed_call(args, kwargs) is not None
+
+
+def rows_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Place, torch.Tensor] | None:
+    """The one tensor of a call with rows for each expert, [experts * tokens, hidden] or [experts, tokens, hidden], and its place.
+
+    None where anything else is given.
+    """
+    given: list[tuple[Place, Any]] = [*enumerate(args), *kwargs.items()]
+    values = [(place, value) for place, value in given if value is not None]
+    if len(values) != 1 or not isinstance(values[0][1], torch.Tensor) or not values[0][1].is_floating_point():
+        return None
+    place, rows = values[0]
+    is_rows = rows.shape[0] == experts if rows.ndim == 3 else rows.ndim == 2 and rows.shape[0] % experts == 0
+    return (place, rows) if is_rows else None
+
+
+def is_rows_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> bool:
+    """Whether a call is one of experts that are given the rows of each of them, and nothing else."""
+    return rows_call(args, kwargs, experts) is not None

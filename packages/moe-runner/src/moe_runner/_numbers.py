@@ -38,10 +38,26 @@ class Copy:
             return self._forward(self.module, *args, **kwargs)
 
 
-def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def bare(module: nn.Module) -> nn.Module:
+    """`module` with the same tensors, without hooks and without forwards of its own: what runs is what its classes say."""
     copy: nn.Module = type(module).__new__(type(module))
     copy.__dict__.update(module.__dict__)
     copy.__dict__.pop("forward", None)
+    copy.__dict__.update({name: type(hooks)() for name, hooks in module.__dict__.items() if name in _HOOKS})
+    copy.__dict__["_modules"] = {
+        name: None if child is None else bare(child) for name, child in module._modules.items()
+    }
+    return copy
+
+
+_HOOKS = frozenset(
+    {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+    | {"_forward_hooks_always_called"}
+)
+
+
+def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    copy = bare(module)
     copy.__dict__["_parameters"] = {
         name: None if parameter is None else nn.Parameter(_zeros(parameter.shape, dtype), requires_grad=False)
         for name, parameter in module._parameters.items()

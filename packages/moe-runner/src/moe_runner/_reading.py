@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from moe_runner._arguments import RoutedCall, routed_call
+from moe_runner._arguments import RoutedCall, routed_call, rows_call
 from moe_runner._gates import candidates, gate_function
 from moe_runner._layouts import Layout, halves, layouts, of_expert
 from moe_runner._numbers import Constants, Copy
+from moe_runner._rows import CHILD, ByToken
 from moe_runner.specs import ExpertsSpec, ExpertTensor, Place
 
 _EXACT, _NEAR = 1e-9, 1e-5
@@ -44,13 +46,22 @@ class Experts:
 
 
 def read_experts(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, num_experts: int
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_experts: int,
+    top_k: int | None = None,
 ) -> Experts:
     """Read the experts `module` that are called with `args` and `kwargs`, tensors on meta or anywhere.
 
     num_experts: routed experts, those that do nothing left out.
+    top_k: experts per token, for experts that are called with rows for each of them (see `ExpertsSpec`).
     Whatever the module does is not raised: it is the reason why nothing was read.
     """
+    rows = None if top_k is None else rows_call(args, kwargs or {}, num_experts)
+    if rows is not None and top_k is not None:
+        return _of_rows(module, *rows, num_experts, top_k)
     call = routed_call(args, kwargs or {})
     if call is None:
         return Experts(None, "it is not called with hidden states, ids of experts and weights alone")
@@ -61,6 +72,24 @@ def read_experts(
     except Exception as error:  # the module's own code, on numbers it was not made for
         first = str(error).split("\n", 1)[0][:200]
         return Experts(None, f"its forward does not run on numbers: {type(error).__name__}: {first}")
+
+
+def _of_rows(module: nn.Module, place: Place, rows: Tensor, num_experts: int, top_k: int) -> Experts:
+    """The reading of experts that are called with rows, by way of the same experts called with ids and weights."""
+    tokens = rows.shape[:-1].numel() // num_experts
+    hidden, weights = (torch.empty((tokens, size), device="meta") for size in (rows.shape[-1], top_k))
+    by_token = ByToken(module, num_experts, rows.ndim)
+    found = read_experts(
+        by_token, (hidden, torch.empty_like(weights, dtype=torch.int64), weights), num_experts=num_experts
+    )
+    if found.spec is None:
+        return Experts(None, found.reason)
+    if found.spec.has_bias:
+        return Experts(None, "it is called with rows of zeros, of which its biases make something else")
+    tensors = tuple(
+        msgspec.structs.replace(tensor, name=tensor.name.removeprefix(f"{CHILD}.")) for tensor in found.spec.tensors
+    )
+    return Experts(msgspec.structs.replace(found.spec, tensors=tensors, arguments=(place,), null=None), tokenwise=True)
 
 
 class _Reading:

@@ -18,6 +18,7 @@ from moe_runner._choice import place_of, score_of
 from moe_runner._dataflow import Dataflow
 from moe_runner._errors import ModuleTypeError
 from moe_runner._experts import Site
+from moe_runner._numbers import bare
 from moe_runner._routing import given_per_token, returns_scores, router_choices, shared_experts
 from moe_runner._structure import expert_sites, may_choose_unseen, router_size, spelled_choices
 
@@ -37,6 +38,8 @@ def recognize(
         raise ModuleTypeError(
             f"recognize() found {type(module).__name__}, expected an nn.Module. Pass the module itself, not its name."
         )
+    if "forward" in vars(module):
+        module = bare(module)
     called = bool(args or kwargs)
     for site in expert_sites(module):
         if not spelled_choices(module, site) and not (called and may_choose_unseen(module, site)):

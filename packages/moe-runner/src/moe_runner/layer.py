@@ -42,8 +42,14 @@ class RoutedExperts(nn.Module):
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k]."""
-        hidden, ids, weights = (args[place] if isinstance(place, int) else kwargs[place] for place in self._arguments)
+        """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k].
+
+        Of experts that are called with rows: what each gives for its rows.
+        """
+        given = [args[place] if isinstance(place, int) else kwargs[place] for place in self._arguments]
+        if self.spec.takes_rows:
+            return self._of_rows(given[0])
+        hidden, ids, weights = given
         flat = hidden.reshape(-1, hidden.shape[-1])
         weights = weights.to(torch.float32)
         if self._null is None:
@@ -53,6 +59,16 @@ class RoutedExperts(nn.Module):
         if self._null == "identity":
             routed = routed + flat * (weights * is_null).sum(dim=-1, keepdim=True).to(flat.dtype)
         return routed.view(hidden.shape)
+
+    def _of_rows(self, rows: Tensor) -> Tensor:
+        """Only the rows of a token that are not zeros are computed, `top_k` of them, each as a token with one expert."""
+        of_token = rows.reshape(self._experts, -1, rows.shape[-1]).transpose(0, 1)
+        ids = (of_token != 0).any(dim=-1).to(torch.float32).topk(self.spec.top_k, dim=-1).indices
+        at = ids[..., None].expand(*ids.shape, rows.shape[-1])
+        chosen = of_token.gather(1, at).reshape(-1, rows.shape[-1])
+        ids = ids.reshape(-1, 1)
+        out = self._run(chosen, ids, torch.ones_like(ids, dtype=torch.float32))
+        return torch.zeros_like(of_token).scatter(1, at, out.view(at.shape)).transpose(0, 1).reshape(rows.shape)
 
     def _run(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.places is not None:  # what other ranks add counts nothing here
@@ -90,7 +106,7 @@ def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> R
     try:
         runner: nn.Module = FusedMoEFactory(
             num_experts=spec.num_experts,
-            top_k=spec.top_k,
+            top_k=1 if spec.takes_rows else spec.top_k,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             renormalize=False,

@@ -60,7 +60,10 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
 
     They give, for each token, the sum over its ids of weight times ``down(gate(projections of the hidden state))``.
 
-    arguments: where hidden states, ids and weights stand in the call.
+    Or they are called with one tensor, rows of all tokens for each expert, [experts * tokens, hidden] or [experts, tokens, hidden], and
+    give what each makes of its rows. All but `top_k` rows of a token are zeros, of which experts make zeros.
+
+    arguments: where hidden states, ids and weights stand in the call; or the place of the one tensor.
     null: what ids of `num_experts` and above lead to: the hidden state itself, or nothing; None if there are none.
     runs_as: vLLM's name for the gate, once it is known what the engine's kernels take; see `engine_activation`.
     """
@@ -71,10 +74,15 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     intermediate_size: int
     gate: Gate
     tensors: tuple[ExpertTensor, ...]
-    arguments: tuple[Place, Place, Place]
+    arguments: tuple[Place, ...]
     null: Literal["identity", "zero"] | None = None
     runs_as: str = ""
     name: str = ""
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether they are called with one tensor, the rows of each expert."""
+        return len(self.arguments) == 1
 
     @property
     def has_bias(self) -> bool:
@@ -85,12 +93,16 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
 class WrittenExpertsSpec(msgspec.Struct, frozen=True, tag="written_experts"):
     """Experts called in the same way that run as they are written, whole on every rank, since no kernel computes what they do.
 
+    Or a whole block, called with its tokens alone: then there is one argument, and `scores` is the length of the rows [tokens, scores]
+    that it gives beside its output, None where it gives that alone.
+
     reason: why none does.
     """
 
-    arguments: tuple[Place, Place, Place]
+    arguments: tuple[Place, ...]
     reason: str
     name: str = ""
+    scores: int | None = None
 
 
 AnyExpertsSpec: TypeAlias = ExpertsSpec | WrittenExpertsSpec

@@ -7,6 +7,7 @@ operation finds its layer by name in vLLM's forward context, as vLLM's own opaqu
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -28,21 +29,32 @@ class WrittenExperts(nn.Module):
         self.written = written
         self.prefix = prefix
         self._places = spec.arguments
+        self._scores = spec.scores
         self._forward = inspect.unwrap(type(written).forward)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k]."""
-        hidden, ids, weights = (args[place] if isinstance(place, int) else kwargs[place] for place in self._places)
-        out: Tensor = torch.ops.moe_runner.written_experts(hidden, ids, weights, self.prefix)
-        return out
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the experts give, of the shape of the hidden states [..., hidden]; ids and weights are [tokens, k].
 
-    def run(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        Of a whole block, called with its tokens: what it gives.
+        """
+        given = [args[place] if isinstance(place, int) else kwargs[place] for place in self._places]
+        if len(given) == 1:
+            out, scores = torch.ops.moe_runner.written_block(given[0], self._scores or 0, self.prefix)
+            return out if self._scores is None else (out, scores)
+        return torch.ops.moe_runner.written_experts(*given, self.prefix)
+
+    def run(self, *given: Tensor) -> Any:
         """The call itself, outside of any graph."""
-        values = dict(zip(self._places, (hidden, ids, weights), strict=True))
+        values = dict(zip(self._places, given, strict=True))
         args = [values[place] for place in sorted(place for place in values if isinstance(place, int))]
         kwargs = {place: value for place, value in values.items() if isinstance(place, str)}
-        out: Tensor = self._forward(self.written, *args, **kwargs)
-        return out
+        return self._forward(self.written, *args, **kwargs)
+
+    def run_block(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What a block gives, and the rows [tokens, scores] beside it, [tokens, 0] where there are none."""
+        given = self.run(hidden)
+        out, rows = given if self._scores is not None else (given, hidden.new_empty((math.prod(hidden.shape[:-1]), 0)))
+        return out.clone() if out is hidden else out, rows.to(hidden.dtype)
 
 
 WRITTEN = "written"
@@ -72,3 +84,18 @@ def _written_experts(hidden: Tensor, ids: Tensor, weights: Tensor, prefix: str) 
 @_written_experts.register_fake
 def _(hidden: Tensor, ids: Tensor, weights: Tensor, prefix: str) -> Tensor:
     return torch.empty_like(hidden)
+
+
+@torch.library.custom_op("moe_runner::written_block", mutates_args=())
+def _written_block(hidden: Tensor, scores: int, prefix: str) -> tuple[Tensor, Tensor]:
+    from vllm.forward_context import get_forward_context
+
+    layer: Any = get_forward_context().no_compile_layers[prefix]
+    out: tuple[Tensor, Tensor] = layer.run_block(hidden)
+    return out
+
+
+@_written_block.register_fake
+def _(hidden: Tensor, scores: int, prefix: str) -> tuple[Tensor, Tensor]:
+    tokens = math.prod(hidden.shape[:-1])  # `Size.numel` would make a constant of it
+    return torch.empty_like(hidden), hidden.new_empty((tokens, scores))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,19 @@ from tf_tools.reference import reference_for
 from tf_tools.sensitivity import probe_prompts
 
 pytestmark = pytest.mark.engine
+
+LLAMA4: dict[str, Any] = {
+    "head_dim": 32,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 128,
+    "floor_scale": 4,
+    "attn_scale": 2.0,
+}
+"""The temperature of attention changes every four positions, and by much."""
 
 
 def experts_in(model: torch.nn.Module) -> dict[str, int]:
@@ -49,3 +63,15 @@ def test_experts_with_biases_in_alternating_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_experts_with_a_limit_that_no_kernel_has(eager: bool, checkpoint: Callable[[str], Path]) -> None:
     assert_equal(checkpoint("gpt_oss"), "WrittenExperts", eager=eager)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_rows_for_each_expert_and_a_temperature_by_position(eager: bool, tmp_path: Path) -> None:
+    """Prompts in chunks: a token's place in its row is not its position. Attention in chunks longer than all that is served."""
+    assert_equal(make_checkpoint("llama4_text", tmp_path / "model", overrides=LLAMA4), "RoutedExperts", eager=eager)
+
+
+def test_a_chunk_of_attention_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama4_text", tmp_path / "model", overrides={**LLAMA4, "attention_chunk_size": 64})
+    result = serve(ServeRequest(folder, prompts=probe_prompts(384), runs=1))
+    assert "Set `--max-model-len 64` or less" in result.error_text()

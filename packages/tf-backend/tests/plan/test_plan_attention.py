@@ -121,7 +121,6 @@ def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabi
         ({"keywords": {"scaling": 1.0, "sliding_window": 99}, "mask": MaskKind("sliding", 16)}, "window of 99"),
         ({"keywords": {"scaling": 1.0, "sliding_window": 99}}, "mask that is full"),
         ({"mask": MaskKind("bidirectional")}, "later tokens"),
-        ({"mask": MaskKind("chunked", 16)}, "chunked(16)"),
         ({"mask": MaskKind("unknown", reason="of something")}, "of something"),
         ({"value": torch.Size([1, 2, TOKENS, 40])}, "heads of 40"),
         ({"query": torch.Size([2, 4, TOKENS, 32])}, "not one row"),

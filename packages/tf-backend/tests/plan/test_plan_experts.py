@@ -175,6 +175,39 @@ def test_sizes_and_ranks_that_do_not_fit_run_as_they_are_written(
     assert all(words in why for why in found.values())
 
 
+def test_experts_that_are_given_rows(plan_of: Plans) -> None:
+    plan = plan_of("llama4_text", head_dim=32, intermediate_size_mlp=192, num_local_experts=4, num_experts_per_tok=2)
+    assert plan.is_served
+    found = experts_of(plan)
+    assert set(found) == {f"model.layers.{layer}.feed_forward.experts" for layer in range(2)}
+    assert all(spec.takes_rows and (spec.top_k, spec.gate) == (2, Gate("silu")) for spec in found.values())
+    assert {entry.why_outside for entry in plan.experts} == {
+        "it takes the sigmoid of what was chosen, and the engine's routers take it before they choose"
+    }
+
+
+def test_rows_that_no_kernel_takes_stay_where_they_are(plan_of: Plans) -> None:
+    options = {"head_dim": 32, "intermediate_size_mlp": 192, "num_local_experts": 4, "hidden_act": "relu"}
+    plan = plan_of("llama4_text", **options)
+    assert plan.is_served
+    assert experts_of(plan) == {}
+    assert {entry.runs for entry in plan.experts} == {"as written"}
+
+
+def test_groups_of_experts(plan_of: Plans) -> None:
+    options = {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+    }
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "num_key_value_heads": 4}
+    plan = plan_of("deepseek_v2", **{**ROUTED, "n_shared_experts": 1}, **options, **heads)
+    assert plan.is_served, plan.refusals
+    assert {(spec.num_experts, spec.top_k) for spec in experts_of(plan).values()} == {(8, 2)}
+
+
 def test_experts_that_are_dealt_out_need_not_be_split(model_of: Models, planned: Callable[..., Planned]) -> None:
     dealt = planned(model_of("mixtral", intermediate_size=99), parallel=Parallel(tensor=2, experts=True)).plan
     assert {spec.runs_as for spec in experts_of(dealt).values()} == {"silu"}
@@ -220,6 +253,66 @@ class Odd(nn.Module):
             hidden = (gate.sigmoid() * up * 0.5) @ self.down_proj[index].T
             out.index_add_(0, token, hidden * weights[token, place, None])
         return out
+
+
+class Single(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.w2 = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Listed(nn.Module):
+    """A block in the form of models that bring their own code: router and a list of experts in one forward."""
+
+    def __init__(self, width: int = 128, inner: int = 64, count: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList([Single(width, inner) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(flat).softmax(dim=-1).topk(2, dim=-1)
+        out = torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == index)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, place, None])
+        return out.view_as(x)
+
+
+class Averaging(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(dim=1, keepdim=True))
+
+
+def with_blocks(model: PreTrainedModel, kind: type[Listed]) -> PreTrainedModel:
+    with torch.device("meta"):
+        for layer in model.model.layers:
+            layer.mlp = kind()
+    return model
+
+
+def test_a_block_with_a_list_of_experts_runs_whole_as_it_is_written(
+    model_of: Models, planned: Callable[..., Planned]
+) -> None:
+    plan = planned(with_blocks(model_of("mixtral"), Listed)).plan
+    found = written(plan)
+    assert set(found) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    assert all("its experts are a list of modules" in why for why in found.values())
+    held = {rule.source: rule.target for rule in plan.weights if ".mlp." in rule.source}
+    assert held["model.layers.1.mlp.experts.3.w2.weight"] == "model.layers.1.mlp.written.experts.3.w2.weight"
+    assert held["model.layers.0.mlp.gate.weight"] == "model.layers.0.mlp.written.gate.weight"
+
+
+def test_a_block_with_a_list_of_experts_is_refused_where_it_is_not_known_to_be_right(model_of: Models) -> None:
+    cuda = msgspec.structs.replace(capabilities.shipped(), platform="cuda")
+    model = with_blocks(model_of("mixtral"), Listed)
+    assert "which a CUDA graph cannot" in refusal(make_plan(model, Parallel(), cuda).plan)
+    mixing = make_plan(with_blocks(model_of("mixtral"), Averaging), Parallel(), capabilities.shipped()).plan
+    assert "is not seen to treat each token alone" in refusal(mixing)
 
 
 class Mixing(Odd):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tf_backend.capabilities import Capabilities
 from tf_backend.plan import Parallel
+from tf_backend.plan.counted import counting_modules
 from tf_backend.plan.planner import make_plan
 from tf_backend.plan.positions import position_notes, position_refusals
 from tf_backend.plan.schema import Plan
@@ -26,6 +27,9 @@ LONG = {
     "original_max_position_embeddings": 128,
     "factor": 2.0,
 }
+
+
+LLAMA4 = {"head_dim": 32, "intermediate_size_mlp": 192, "num_local_experts": 4}
 
 
 def tables(plan: Plan) -> dict[str, PositionTableSpec]:
@@ -52,6 +56,39 @@ def test_two_sets_of_frequencies_are_served_up_to_the_first_of_them(plan_of: Pla
     (refusal,) = position_refusals(plan, 129)
     assert "--max-model-len 128" in refusal.remedy
     assert refusal.module == "model.rotary_emb"
+
+
+def test_a_longest_position_that_nothing_is_made_of(plan_of: Plans) -> None:
+    plan = plan_of("phimoe", num_local_experts=4, num_experts_per_tok=2)
+    assert plan.is_served
+    assert {name: spec.beyond for name, spec in tables(plan).items()} == {"model.rotary_emb": "same"}
+
+
+def test_chunks_of_attention_are_served_up_to_the_end_of_the_first(plan_of: Plans) -> None:
+    layers = ["chunked_attention", "full_attention"]
+    plan = plan_of("llama4_text", **LLAMA4, moe_layers=[], layer_types=layers, attention_chunk_size=64)
+    assert plan.is_served
+    assert [attention.chunk for attention in plan.attention] == [64, None]
+    assert list(position_refusals(plan, 64)) == []
+    (refusal,) = position_refusals(plan, 65)
+    assert "within chunks of 64 tokens" in refusal.reason
+    assert "--max-model-len 64" in refusal.remedy
+
+
+def test_a_count_of_tokens_is_taken_from_the_engine(plan_of: Plans) -> None:
+    layers = ["chunked_attention", "full_attention"]
+    options = {**LLAMA4, "moe_layers": [], "layer_types": layers, "no_rope_layers": [1, 0], "floor_scale": 4}
+    plan = plan_of("llama4_text", **options)
+    assert counting_modules(plan.modules, plan.variants) == {"model.layers.1.self_attn"}
+    assert plan.is_served
+
+
+def test_a_count_that_is_not_rewritten_mixes_tokens(
+    model_of: Callable[..., PreTrainedModel], platform: Capabilities
+) -> None:
+    options = {**LLAMA4, "moe_layers": [], "no_rope_layers": [0, 0]}
+    plan = make_plan(model_of("llama4_text", **options), Parallel(), platform, fusions=()).plan
+    assert any("`arange`" in refusal.reason for refusal in plan.refusals)
 
 
 def test_plain_frequencies_are_computed_as_the_model_does(plan_of: Plans) -> None:

@@ -37,24 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
     "experts that route attention": (
         "jetmoe",
         {"kv_channels": 32, **EXPERTS},
-        "JetMoeMoE",
-        "model.layers.0.mlp",
-        ("experts",),
-    ),
-    "experts under a chunked mask": (
-        "llama4_text",
-        {"head_dim": 32, "num_local_experts": 2, "intermediate_size_mlp": 192, "attention_chunk_size": 16},
-        "Llama4TextMoe",
-        "model.layers.0.feed_forward",
-        ("2 experts",),
-    ),
-    "chunked mask": (
-        "llama4_text",
-        {"head_dim": 32, "intermediate_size_mlp": 192, "attention_chunk_size": 16, "moe_layers": [],
-         "layer_types": ["chunked_attention", "full_attention"]},
-        "Llama4TextAttention",
-        "model.layers.0.self_attn",
-        ("chunked(16)",),
+        "JetMoeTopKGating",
+        "model.layers.0.self_attention.experts.router",
+        ("token axis",),
     ),
     "encoder as decoder": ("bert", {}, "BertSelfAttention", "bert.encoder.layer.0.attention.self", ("later tokens",)),
     "another encoder as decoder": (
@@ -112,13 +97,12 @@ def test_what_follows_from_the_first_reason_is_not_told(name: str, plan_of: Plan
 
 
 def test_a_second_reason_of_its_own_is_told(plan_of: Plans) -> None:
-    both = {"head_dim": 32, "intermediate_size_mlp": 192, "attention_chunk_size": 16, "num_local_experts": 4}
-    plan = plan_of("llama4_text", **both, layer_types=["chunked_attention", "full_attention"])
+    plan = plan_of("falcon_h1", **{**FALCON_H1, "head_dim": 40})
     first, second = plan.refusals
-    assert "experts" in first.reason
-    assert "chunked(16)" in second.reason
-    error = ModelRefused(plan.refusals, architecture="Llama4ForCausalLM")
-    assert "for 2 reasons: (1) `Llama4TextMoe`" in str(error)
+    assert "convolution" in first.reason
+    assert "heads of 40" in second.reason
+    error = ModelRefused(plan.refusals, architecture="FalconH1ForCausalLM")
+    assert "for 2 reasons: (1) `FalconH1Mixer`" in str(error)
 
 
 def refused(config: Any, architecture: str) -> Plan:

@@ -35,6 +35,7 @@ def test_every_fusion_has_all_parts_and_a_name_of_its_own() -> None:
         "packed_qkv",
         "rotary",
         "attention_calls",
+        "row_positions",
     ]
 
 

@@ -30,6 +30,7 @@ _REGISTERED = "vllm.model_executor.models.registry:_RegisteredModel()"
 
 TYPED: tuple[Typed, ...] = (
     Typed("moe_runner/written.py", "_written_experts", "layer", ""),
+    Typed("moe_runner/written.py", "_written_block", "layer", ""),
     Typed("tf_backend/cli/_serve_options.py", "parse", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_options.py", "_parser", "command", "vllm.entrypoints.cli.serve:ServeSubcommand()"),
     Typed("tf_backend/cli/_serve_options.py", "_bound_cache", "arguments", _OPTIONS),

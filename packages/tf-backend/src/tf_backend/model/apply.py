@@ -22,11 +22,13 @@ from vllm_layers_bridge.layers.position_table import PositionTable
 from vllm_layers_bridge.layers.shards import shard_parameter
 from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
 from vllm_layers_bridge.seams.leaf import turn_name
+from vllm_layers_bridge.seams.row import ROW, Row
 from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableSpec, QKVLinearSpec
 
 from tf_backend.generated import derive
 from tf_backend.model.buffers import initialise, restore_buffers
 from tf_backend.model.stage import lies_in
+from tf_backend.plan.counted import counting_modules
 from tf_backend.plan.positions import Tabled
 from tf_backend.plan.schema import AttentionPlan, ModulePlan, Plan
 
@@ -51,6 +53,7 @@ def apply(
     prefix: str = "",
     tabled: Mapping[str, Tabled] | None = None,
     absent: frozenset[str] = frozenset(),
+    row: Row | None = None,
 ) -> None:
     """Build every layer of `plan` into `model`.
 
@@ -59,8 +62,12 @@ def apply(
         prefix: full name under which the engine knows the model, usually empty.
         tabled: by name, the modules that tables of positions are built from.
         absent: modules that are on other pipeline stages, stand-ins in their places.
+        row: where modules that count tokens find their positions.
     """
     _check_rewrites(plan, rewrites)
+    for name in counting_modules(plan.modules, plan.variants):
+        if row is not None and not lies_in(name, absent):
+            setattr(model.get_submodule(name), ROW, row)
     context = BuildContext(engine.quant_config)
     for module_plan in plan.modules:
         if lies_in(module_plan.name, absent):

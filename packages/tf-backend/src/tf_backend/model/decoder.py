@@ -11,6 +11,7 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm_layers_bridge.seams.attention import AttentionTurns
+from vllm_layers_bridge.seams.row import Row
 
 from tf_backend.model.stage import Passage
 
@@ -22,6 +23,7 @@ class Decoder(nn.Module):
     Args:
         base: the transformers decoder, e.g. a ``LlamaModel``.
         passage: where hidden states come in and go out on a pipeline stage; None where there is one stage.
+        row: where modules find the positions of their tokens; None where none asks.
         sends: whether another stage follows.
     """
 
@@ -32,11 +34,13 @@ class Decoder(nn.Module):
         prefix: str = "",
         base: nn.Module,
         passage: Passage | None = None,
+        row: Row | None = None,
         sends: bool = False,
     ) -> None:
         super().__init__()
         self.base = base
         self.passage = passage or Passage()
+        self.row = row
         self.sends = sends
         self.turns = tuple(module.turns for module in base.modules() if isinstance(module, AttentionTurns))
 
@@ -56,6 +60,8 @@ class Decoder(nn.Module):
             input_ids, inputs_embeds = None, received
         for turns in self.turns:
             turns.start()
+        if self.row is not None:
+            self.row.positions = positions
         output = self.base(
             input_ids=None if input_ids is None else input_ids[None],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[None],
@@ -67,6 +73,8 @@ class Decoder(nn.Module):
             turns.finish()
         sent = self.passage.sent if self.sends else output.last_hidden_state
         self.passage.received = self.passage.sent = None  # nothing is kept until the next step
+        if self.row is not None:
+            self.row.positions = None
         assert sent is not None
         hidden: torch.Tensor = sent[0]
         return hidden

@@ -15,6 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
+from vllm_layers_bridge.seams.row import Row
 
 from tf_backend.errors import ModelRefused
 from tf_backend.model.apply import Engine, apply
@@ -24,6 +25,7 @@ from tf_backend.model.options import publish_plan
 from tf_backend.model.prepare import prepare
 from tf_backend.model.stage import Passage, absent_modules, lies_in, make_stage
 from tf_backend.names import REFUSED
+from tf_backend.plan.counted import counting_modules
 from tf_backend.plan.positions import position_notes
 from tf_backend.plan.schema import Plan, Refusal
 
@@ -84,6 +86,7 @@ class TransformersForCausalLM(nn.Module):
         self.loader = prepared.loader
         self.loader.leave_out(rule.target for rule in plan.weights if lies_in(rule.target, stage.absent))
         device = torch.get_default_device()
+        row = Row() if counting_modules(plan.modules, plan.variants) else None
         apply(
             plan,
             planned.rewrites,
@@ -98,6 +101,7 @@ class TransformersForCausalLM(nn.Module):
             prefix,
             planned.tabled,
             stage.absent,
+            row,
         )
         for name, child in model.named_children():
             self.add_module(name, child)
@@ -106,6 +110,7 @@ class TransformersForCausalLM(nn.Module):
             prefix=prefix,
             base=model.get_submodule(plan.base),
             passage=stage.passage,
+            row=row,
             sends=not stage.is_last,
         )
         head = None

@@ -69,8 +69,9 @@ def plan_attention(
         owner = model.get_submodule(call.module)
         problem = _problem(call, owner, seen.tokens, capabilities) or _turn_problem(call, turn, seen)
         if problem is None:
+            chunk = call.mask.size if call.mask.kind == "chunked" else None
             index = _layer_index(call.module, len(plans))
-            plans.append(AttentionPlan(call.module, index, _spec(call, owner), holder, turn))
+            plans.append(AttentionPlan(call.module, index, _spec(call, owner), holder, turn, chunk))
         else:
             cls = type(owner)
             refusals.append(Refusal(f"`{cls.__name__}` {problem}", call.module, place_of_class(cls), REMEDY))
@@ -118,7 +119,7 @@ def _problem(call: AttentionCall, owner: nn.Module, tokens: int, capabilities: A
         return f"attends with queries, keys and values of {shapes}, which are not one row of {tokens} tokens"
     if call.mask.kind == "bidirectional":
         return "attends to later tokens, as an encoder does; only causal attention is served yet"
-    if call.mask.kind not in {"full", "sliding"}:
+    if call.mask.kind not in {"full", "sliding", "chunked"}:
         return f"attends under a mask that no attention layer of the engine takes: {call.mask.reason or call.mask}"
     if head_dim not in capabilities.attention_head_sizes:
         sizes = ", ".join(str(size) for size in capabilities.attention_head_sizes)

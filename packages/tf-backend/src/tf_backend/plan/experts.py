@@ -31,12 +31,15 @@ class FoundExperts:
     specs: for each module of experts, by full name, what the runner computes in its place, or that it runs as it is written.
     plans: one for each of them, for people.
     blocks: names of all sparse blocks.
+    tokenwise: of those, the ones that were run on numbers and seen to treat each token alone. rows: what those runs gave.
     """
 
     specs: dict[str, AnyExpertsSpec] = field(default_factory=dict)
     plans: list[ExpertsPlan] = field(default_factory=list)
     refusals: dict[type[nn.Module], Refusal] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
+    tokenwise: list[str] = field(default_factory=list)
+    rows: dict[Any, moe_runner.RowsGiven | None] = field(default_factory=dict)
 
 
 def find_experts(
@@ -51,9 +54,12 @@ def find_experts(
         if block is None:
             continue
         found.blocks.append(name)
+        if call is None and seen.failure is not None:  # why the run ended before it is what is to be told
+            continue
         try:
-            for experts, spec in _specs(model, name, block, seen, readings, capabilities, parallel):
-                found.specs[experts] = spec
+            for experts, spec in _specs(model, name, block, seen, readings, capabilities, parallel, found):
+                if not isinstance(spec, str):
+                    found.specs[experts] = spec
                 found.plans.append(_plan(name, experts, type(module), block, spec))
         except _NotServed as problem:
             found.refusals.setdefault(
@@ -73,18 +79,17 @@ class _NotServed(Exception):
     """Why a block cannot be served, as a clause."""
 
 
-def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: AnyExpertsSpec) -> ExpertsPlan:
+def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: AnyExpertsSpec | str) -> ExpertsPlan:
     what, outside = block.describe(), why_outside(block, spec)
-    if isinstance(spec, WrittenExpertsSpec):
-        return ExpertsPlan(
-            name, experts, cls.__name__, what, "not known", "as written", spec.reason, why_outside=outside
-        )
+    if not isinstance(spec, ExpertsSpec):
+        reason = spec if isinstance(spec, str) else spec.reason
+        return ExpertsPlan(name, experts, cls.__name__, what, "not known", "as written", reason, why_outside=outside)
     return ExpertsPlan(name, experts, cls.__name__, what, f"{spec.gate}, as `{spec.runs_as}`", why_outside=outside)
 
 
-def why_outside(block: SparseBlock, spec: AnyExpertsSpec) -> str:
+def why_outside(block: SparseBlock, spec: AnyExpertsSpec | str) -> str:
     """The first fact that keeps the engine from choosing the experts of `block` itself; where there is no other, how they are called."""
-    if isinstance(spec, WrittenExpertsSpec):
+    if not isinstance(spec, ExpertsSpec):
         return "the experts run as they are written"
     if block.num_scores != block.num_experts:
         return f"it chooses among {block.num_scores or 'an unknown number of'} scores for {block.num_experts} experts"
@@ -92,6 +97,8 @@ def why_outside(block: SparseBlock, spec: AnyExpertsSpec) -> str:
         return "its scores are no softmax and no sigmoid of the router's logits, or more than one"
     if block.score == "sigmoid" and block.score_order == "after":
         return "it takes the sigmoid of what was chosen, and the engine's routers take it before they choose"
+    if spec.takes_rows:
+        return "the weights are laid on what goes into its experts, row by row"
     return "its experts are called with ids and weights, and the logits do not reach them"
 
 
@@ -103,19 +110,45 @@ def _specs(
     readings: dict[Any, Experts],
     capabilities: Capabilities,
     parallel: Parallel,
-) -> Iterator[tuple[str, AnyExpertsSpec]]:
-    """Modules in a block that are called with ids and weights and hold all of its experts, with what they become."""
+    found: FoundExperts,
+) -> Iterator[tuple[str, AnyExpertsSpec | str]]:
+    """Modules in a block that are called as experts are and hold all of its experts, with what they become.
+
+    A string is the reason why one that is called with rows stays where it is; its loops do not follow the data.
+    """
     names = [f"{name}.{parameter}" if name else parameter for parameter in block.parameters]
-    experts = _called_as_experts(model, name, seen, names)
-    if experts is None or block.storage != "stacked parameters":
+    if block.storage == "module list":
+        yield name, _listed(model.get_submodule(name), name, block, seen, capabilities)
+        return
+    experts, takes_rows = _called_as_experts(name, block, seen, names)
+    if experts is None:
         raise _NotServed("its experts are no module that is called with the ids of experts and their weights")
     module, call = model.get_submodule(experts), seen.calls[experts]
     if len(call.signatures) > 1:
         raise _NotServed(f"`{experts}` is called in different ways")
-    key = _key(module, call, block.num_experts)
+    top_k = block.top_k if takes_rows else None
+    key = (_key(module, call, block.num_experts), top_k)
     if key not in readings:
-        readings[key] = moe_runner.read_experts(module, call.args, call.kwargs, num_experts=block.num_experts)
+        readings[key] = moe_runner.read_experts(
+            module, call.args, call.kwargs, num_experts=block.num_experts, top_k=top_k
+        )
     reading = readings[key]
+    if takes_rows:
+        rows = _read_rows(model, name, experts, block, seen, found.rows)
+        if rows is None or not rows.tokenwise:
+            raise _NotServed(
+                "it gives its experts the rows of each of them, and is not seen to keep those of one token together"
+            )
+        found.tokenwise.append(name)
+        try:
+            if rows.counts != {top_k}:
+                raise _NotServed("how many rows of a token its experts are given is not known")
+            if reading.spec is None:
+                raise _NotServed(f"`{type(module).__name__}` cannot be read: {reading.reason}")
+            yield experts, _runnable(reading.spec, capabilities, parallel)
+        except _NotServed as problem:
+            yield experts, str(problem)
+        return
     try:
         if reading.spec is None:
             raise _NotServed(f"`{type(module).__name__}` cannot be read: {reading.reason}")
@@ -133,8 +166,40 @@ def _written(reading: Experts, reason: str, capabilities: Capabilities) -> Writt
     return WrittenExpertsSpec(reading.arguments, reason)
 
 
-def _called_as_experts(model: nn.Module, name: str, seen: Observation, parameters: list[str]) -> str | None:
-    """The outermost module under `name` that holds all of `parameters` and is called as experts are."""
+def _listed(
+    module: nn.Module, name: str, block: SparseBlock, seen: Observation, capabilities: Capabilities
+) -> WrittenExpertsSpec:
+    """A block with a list of experts, which run one after another on the tokens that chose them: it runs whole, as it is written."""
+    call = seen.calls.get(name)
+    read = moe_runner.read_block(module, call.args, call.kwargs, block) if call is not None else None
+    reason = "its experts are a list of modules, which run one after another as the data says"
+    if read is None or not read.tokenwise or (call is not None and len(call.signatures) > 1):
+        raise _NotServed(f"{reason}, and the block is not seen to treat each token alone")
+    if capabilities.platform != "cpu":
+        raise _NotServed(f"{reason}, which a CUDA graph cannot")
+    return WrittenExpertsSpec((read.place,), reason, scores=read.scores)
+
+
+def _read_rows(
+    model: nn.Module,
+    name: str,
+    experts: str,
+    block: SparseBlock,
+    seen: Observation,
+    known: dict[Any, moe_runner.RowsGiven | None],
+) -> moe_runner.RowsGiven | None:
+    module, call = model.get_submodule(name), seen.calls[name]
+    child = experts.removeprefix(f"{name}.") if name else experts
+    key = (_key(module, call, block.num_experts), child)
+    if key not in known:
+        known[key] = moe_runner.read_rows(module, call.args, call.kwargs, experts=child, num_experts=block.num_experts)
+    return known[key]
+
+
+def _called_as_experts(
+    name: str, block: SparseBlock, seen: Observation, parameters: list[str]
+) -> tuple[str | None, bool]:
+    """The outermost module under `name` that holds all of `parameters` and is called as experts are; whether it is with rows."""
     parts = parameters[0].split(".")[:-1]
     start = name.count(".") + 1 if name else 0
     for end in range(start + 1, len(parts) + 1):
@@ -142,8 +207,10 @@ def _called_as_experts(model: nn.Module, name: str, seen: Observation, parameter
         call = seen.calls.get(path)
         holds = all(parameter.startswith(f"{path}.") for parameter in parameters)
         if holds and call is not None and moe_runner.is_routed_call(call.args, call.kwargs):
-            return path
-    return None
+            return path, False
+        if holds and call is not None and moe_runner.is_rows_call(call.args, call.kwargs, block.num_experts):
+            return path, True
+    return None, False
 
 
 def _routed(spec: ExpertsSpec, block: SparseBlock) -> ExpertsSpec:

@@ -23,12 +23,13 @@ from tf_backend.capabilities import Capabilities
 from tf_backend.model.buffers import non_persistent_buffers
 from tf_backend.plan.attention import holder_refusals, plan_attention, specs_by_module
 from tf_backend.plan.conversions import conversion_of
+from tf_backend.plan.counted import count_refusals, take_counts
 from tf_backend.plan.experts import FoundExperts, find_experts
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
-from tf_backend.plan.positions import Tabled, stand_in_for_failed, tabled_modules
+from tf_backend.plan.positions import Tabled, stand_in_for_positions, tabled_modules
 from tf_backend.plan.provenance import provenance
 from tf_backend.plan.refusals import (
     failure_refusals,
@@ -87,24 +88,27 @@ def _plan(
     model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, fusions: Sequence[Fusion], split: Split
 ) -> Planned:
     seen = observe(model)
-    while stand_in_for_failed(model, seen) is not None:
+    while stand_in_for_positions(model, seen) is not None:
         seen = observe(model)
     tabled = tabled_modules(model)
     experts = find_experts(model, seen, capabilities, parallel)
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
-    refusals = _run_refusals(model, layers, seen, experts, attention_refusals)
-    refusals += option_refusals(model)
     base, head = _base_name(model), None
     table = VariantTable(fusions)
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
+        counts = take_counts(model, seen, table)
+        refusals = _run_refusals(model, layers, seen, experts, attention_refusals)
+        refusals += option_refusals(model)
         if not refusals:  # a model that is refused already need not have a head that can be followed
             base, head = _plan_head(model, base, seen, refusals)
         specs = specs_by_module(attention)
         layers_of_their_own = {name: module.spec for name, module in tabled.items()} | experts.specs
         modules = plan_modules(model, base, head.linear if head else None, seen, table, specs, layers_of_their_own)
         if not refusals:
-            refusals += holder_refusals(model, attention, modules, tuple(built.variant for built in table.built))
+            variants = tuple(built.variant for built in table.built)
+            refusals += holder_refusals(model, attention, modules, variants)
+            refusals += count_refusals(model, seen, counts, modules, variants)
         placed = Placed(modules, (), ())
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
@@ -181,6 +185,7 @@ def _run_refusals(
 ) -> list[Refusal]:
     """What the run showed; that it ended early, or that layers lack attention, is told only where nothing explains it."""
     refused = tuple(name for name in experts.blocks if type(model.get_submodule(name)) in experts.refusals)
+    seen.mixing = [mixing for mixing in seen.mixing if mixing.module not in experts.tokenwise]
     found = [*experts.refusals.values(), *mixing_refusals(model, seen, refused), *attention]
     found = found or list(failure_refusals(model, seen)) or list(layer_refusals(model, layers, seen))
     return [*found, *sharing_refusals(model)]

@@ -1,8 +1,9 @@
 """Modules whose values follow the longest position that they are given: put behind a table, so that each token is alone with its own.
 
 transformers' rotary embeddings of changing frequencies look at all positions at once and at what they were called with before. In the
-engine, tokens of many requests lie in one row. In: a model on meta whose run ended in such a module. Out: the model with a stand-in
-that gives values of the right shapes on meta, and the original beside it, from which the table is built when the plan is applied.
+engine, tokens of many requests lie in one row. In: a model on meta whose run ended in such a module, or saw it mix tokens. Out: the model
+with a stand-in that gives values of the right shapes on meta, and the original beside it, from which the table is built when the plan is
+applied.
 
 What a table holds at position p is what the module gives for a sequence that ends at p. Below the first position at which the module
 changes its state that is, for every sequence, what transformers computes; from there on it is what transformers computes when it
@@ -57,23 +58,28 @@ class StandIn(nn.Module):
         return tuple(value.to("meta").expand(*positions.shape, value.shape[-1]) for value in values)
 
 
-def stand_in_for_failed(model: PreTrainedModel, seen: Observation) -> str | None:
-    """Put a stand-in where the run of `seen` ended, if that is a module of positions; its name, or None when nothing was done."""
-    if seen.failure is None or not seen.failure.module:
-        return None
-    name = seen.failure.module
+def stand_in_for_positions(model: PreTrainedModel, seen: Observation) -> str | None:
+    """Put a stand-in where the run of `seen` ended or saw tokens mixed, if that is a module of positions; its name, or None if none is."""
+    doubted = [seen.failure.module] if seen.failure is not None else []
+    for name in dict.fromkeys((*doubted, *(mixing.module for mixing in seen.mixing))):
+        if name and _stand_in(model, name, seen):
+            return name
+    return None
+
+
+def _stand_in(model: PreTrainedModel, name: str, seen: Observation) -> bool:
     module, called = model.get_submodule(name), seen.calls[name]
     call = PositionCall(called.args, called.kwargs)
-    if call.positions() is None or any(True for _ in module.parameters()) or module._modules:
-        return None
-    if not set(_full(name, module)) <= set(non_persistent_buffers(model)):
-        return None
+    if isinstance(module, StandIn) or call.positions() is None or any(True for _ in module.parameters()):
+        return False
+    if module._modules or not set(_full(name, module)) <= set(non_persistent_buffers(model)):
+        return False
     real = on_cpu(model, name, module)
     if real is None or not _is_of_positions(real, call):
-        return None
+        return False
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, StandIn(module, real))
-    return name
+    return True
 
 
 def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
@@ -89,7 +95,19 @@ def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
 
 
 def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
-    """Tables that do not reach as far as the engine is asked for."""
+    """Tables, and chunks of attention, that do not reach as far as the engine is asked for."""
+    chunks = {
+        attention.chunk: attention.module for attention in reversed(plan.attention) if attention.chunk is not None
+    }
+    for chunk, name in chunks.items():
+        if longest > chunk:
+            yield Refusal(
+                f"`{name}` attends within chunks of {chunk} tokens, which no attention layer of the engine does: it is served up to "
+                f"the end of the first, and the engine is asked for up to {longest}",
+                name,
+                None,
+                f"Set `--max-model-len {chunk}` or less, or use `--model-impl vllm`, if vLLM has an implementation of its own.",
+            )
     for table in plan.position_rows:
         if longest > table.end:
             yield Refusal(

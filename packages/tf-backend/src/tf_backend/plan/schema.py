@@ -116,7 +116,8 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     """One attention layer of the engine: which module calls it, and with what.
 
     `holder` names the child that stands for the module in this call, where it makes several in one run; empty where it makes one. `turn`
-    counts from 0 the runs of a module that attends in several; None where it does in one.
+    counts from 0 the runs of a module that attends in several; None where it does in one. `chunk`: tokens
+    see their own chunk of so many alone, so that sequences end with the first.
     """
 
     module: str
@@ -124,6 +125,7 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     spec: AttentionSpec
     holder: str = ""
     turn: int | None = None
+    chunk: int | None = None
 
 
 class ExpertsPlan(msgspec.Struct, frozen=True):

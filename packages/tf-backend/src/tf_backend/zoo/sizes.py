@@ -56,9 +56,8 @@ SIZES: Mapping[str, int] = {
             256,
             "max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions seq_length seq_len",
         ),
-        (256, "max_source_positions mamba_d_ssm model_max_length"),
+        (256, "max_source_positions mamba_d_ssm model_max_length attention_chunk_size"),
         (64, "kv_lora_rank embedding_size global_head_dim qk_head_dim original_max_position_embeddings o_lora_rank"),
-        (64, "attention_chunk_size"),
         (48, "q_lora_rank"),
         (
             16,
@@ -106,6 +105,14 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": ROPE_THETA},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "ernie4_5_vl_moe_text": {"rope_parameters": _SECTIONS},

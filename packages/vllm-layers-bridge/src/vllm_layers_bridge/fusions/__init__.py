@@ -12,9 +12,10 @@ from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts, is_plain_li
 from vllm_layers_bridge.fusions.qkv import QKV
 from vllm_layers_bridge.fusions.rms_norm import RMSNorm
 from vllm_layers_bridge.fusions.rotary import Rotary
+from vllm_layers_bridge.fusions.row_positions import RowPositions
 
 FUSIONS: tuple[Fusion, ...] = (
-    RMSNorm(), GatedMLP(), GateUp(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls(),
+    RMSNorm(), GatedMLP(), GateUp(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls(), RowPositions(),
 )  # fmt: skip
 """In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
 
@@ -30,5 +31,6 @@ __all__ = [
     "PackedQKV",
     "RMSNorm",
     "Rotary",
+    "RowPositions",
     "is_plain_linear",
 ]
