@@ -70,3 +70,30 @@ def test_a_branch_in_a_loop_or_a_context_is_not_reached_by_deciding(case):
     )
     with pytest.raises(Refused, match="do not lie in one block"):
         hoist_decided(case(loop), "self.shared", "self.b_there")
+
+
+NAMED = """
+class C:
+    def f(self, x, other=None):
+        y = self.a(x)
+        z = other or x
+        return y + self.b(z)
+f = C.f
+"""
+
+
+def test_an_input_may_be_read_under_another_name_that_the_caller_knows(case):
+    c = case(NAMED)
+    spans = [c.at("self.a(x)"), c.at("self.b(z)")]
+    x, z = c.within(spans[0], "x"), c.within(spans[1], "z")
+    with pytest.raises(Refused, match="z is bound again"):
+        c.patch.hoist(spans, "self.ab({0})", ["a", "b"], [x, z])
+    with pytest.raises(ValueError, match="no input"):
+        c.patch.hoist(spans, "self.ab({0})", ["a", "b"], [x], named={z: c.at("other")})
+    c.patch.hoist(spans, "self.ab({0})", ["a", "b"], [x, x], named={z: x})
+    assert c.body().strip() == "a, b = self.ab(x)\ny = a\nz = other or x\nreturn y + b"
+    later = case(NAMED.replace("z = other or x", "z, x = x, x + 1"))
+    spans = [later.at("self.a(x)"), later.at("self.b(z)")]
+    x, z = later.within(spans[0], "x"), later.within(spans[1], "z")
+    with pytest.raises(Refused, match="x is bound again"):
+        later.patch.hoist(spans, "self.ab({0})", ["a", "b"], [x, x], named={z: x})

@@ -1,5 +1,8 @@
 """A trace leaves nothing of its own behind, and its graph computes what the module computes, writes in place included."""
 
+import functools
+import operator
+import sys
 import threading
 
 import pytest
@@ -66,6 +69,60 @@ def test_what_the_forward_changed_is_told_and_put_back() -> None:
     assert changes == {"is_first", "held", "child.kept"}
     assert (module.is_first, module.held) == (True, [1.0])
     assert not hasattr(module.child, "kept")
+
+
+def _switched_off(module):
+    module.is_on = False
+
+
+class _ChangesLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on, self.count, self.by_name, self.fixed, self.unread = True, 0, 1, 2, 3
+
+    def counted(self):
+        self.count += 1
+
+    def forward(self, x):
+        if self.fixed and not x.shape[0]:
+            _switched_off(self)
+            for name in ("by_name",):
+                setattr(self, name, 2)
+            self.unread = 4
+        if self.count > 5:
+            self.counted()
+        return x * self.by_name if self.is_on else x
+
+
+def _renaming(forward):
+    @functools.wraps(forward)
+    def run(self, *args, old=None, **kwargs):
+        return forward(self, *args, new=old, **kwargs)
+
+    return run
+
+
+class _Takes(nn.Module):
+    def forward(self, x, flag=False, *rest, other=None, scale=2.0, **options):
+        flag = not flag
+        return x * scale
+
+
+class _Decorated(nn.Module):
+    @_renaming
+    def forward(self, x, new=1, other=None):
+        return x
+
+
+def test_parameters_without_tensors_are_told_as_the_forward_found_them() -> None:
+    assert trace(_Takes(), (X,)).given == {"flag": False, "other": None, "scale": 2.0}
+    assert trace(_Takes(), (X, True, 3), {"other": X, "more": 1}).given == {"flag": True, "scale": 2.0}
+    assert trace(_Decorated(), (X,), {"old": 5}).given == {"new": 5, "other": None}
+    assert sys.getprofile() is None
+
+
+def test_what_another_path_would_change_is_told_too() -> None:
+    assert trace(_ChangesLater(), (X,)).changes == {"is_on", "count", "by_name"}
 
 
 def test_the_modules_state_is_put_back_and_its_data_untouched() -> None:
@@ -184,6 +241,22 @@ def test_a_write_through_an_index_or_a_view_marks_the_value(nodes) -> None:
     assert [node.target for node in traced.written_by(z)] == ["add_"]
     assert [canonical(node) for node in traced.written_by(y)] == ["setitem"]
     assert traced.written_by(w) == ()
+
+
+@pytest.mark.parametrize("view", ["data", "data.mT", "mT.data", "data.data"])
+def test_a_write_through_data_marks_the_value(view: str) -> None:
+    """What `data` gives counts its writes for itself; its storage is that of the tensor."""
+
+    class M(nn.Module):
+        def forward(self, x):
+            y = x + 1
+            operator.attrgetter(view)(x).mul_(2)
+            return y + x
+
+    traced = trace(M(), (X,))
+    (placeholder,) = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    assert traced.complete
+    assert [node.target for node in traced.written_by(placeholder)] == ["mul_"]
 
 
 def test_what_torchscript_computes_is_in_the_graph() -> None:

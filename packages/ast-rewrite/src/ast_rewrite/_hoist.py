@@ -35,8 +35,11 @@ def require_hoistable(
     inputs: Sequence[ast.expr],
     pure: Pure | None,
     decided: Decided | None = None,
+    named: Sequence[ast.expr] = (),
 ) -> ast.stmt:
     """The original statement before which the expressions `targets` may be computed from `inputs`.
+
+    `named`: paths in the targets by which they read an input under another name; what is asked of them is asked of the input.
 
     Raises Refused with the reason and the place if that cannot be proved.
     """
@@ -51,6 +54,7 @@ def require_hoistable(
                 raise Refused("an expression to be hoisted binds a name or suspends the function", flow.span(node))
     is_decided = _on_current(flow, decided)
     block, statements = _shared_block(flow, spans, is_decided)
+    other_names = {simple_path(node) for node in named}
     first = min(statements, key=lambda statement: block.index(statement))
     for span, statement in zip(spans, statements, strict=True):
         _require_always_evaluated(flow, span, statement, is_decided)
@@ -60,6 +64,8 @@ def require_hoistable(
         for given in inputs:
             flow.require_unchanged(simple_path(given), region)
         for path in dict.fromkeys(paths_read(span)):
+            if path in other_names:
+                continue
             known = path[0] == source.receiver or path[0] not in _locals(source)
             flow.require_unchanged(path, region, memory=not known)
     original = current.origins.get(first)

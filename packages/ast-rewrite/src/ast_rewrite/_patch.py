@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ast_rewrite._checks import (
@@ -98,6 +98,7 @@ class Patch:
         *,
         pure: Pure | None = None,
         decided: Decided | None = None,
+        named: Mapping[SourceSpan, SourceSpan] | None = None,
     ) -> tuple[str, ...]:
         """Compute several expressions together, before the first statement that contains one of them.
 
@@ -115,6 +116,8 @@ class Patch:
             pure: tells of a call in between that it writes to none of its arguments; any other may. Without it, calls of
                 attributes (methods without a trailing underscore, modules) are taken to be so; calls of plain names are not.
             decided: tells of the test of an ``if`` that it always comes out so that the expressions below it are evaluated.
+            named: places of names in the expressions that the caller knows to be other names of an input there, and which: the input
+                itself need not be bound by then under that name.
 
         Returns:
             The names that were used.
@@ -130,7 +133,10 @@ class Patch:
         targets = [self.source.read_at(span) for span in spans]
         given = [self.source.read_at(span) for span in inputs]
         rendering = Rendering(self.source, self._placed)
-        first = require_hoistable(self.source, rendering.current(), targets, given, pure, decided)
+        known = {self.source.read_at(span): self.source.read_at(other) for span, other in (named or {}).items()}
+        if any(not any(same_tree([other], [one]) for one in given) for other in known.values()):
+            raise ValueError("a name was said to be that of something that is no input")
+        first = require_hoistable(self.source, rendering.current(), targets, given, pure, decided, list(known))
         taken = known_names(self.source) | bound_names(ast.walk(rendering.current().tree))
         made: list[str] = []
         for name in names:

@@ -130,7 +130,8 @@ class Recorder(TorchFunctionMode):
             value = func(self.flow.operand(tensor))
             return self._shape(tensor, value, lambda node: self.graph.call_function(getattr, (node, "shape")))
         convert = self.flow.operand_with_data if self.flow.have_data([tensor]) else self.flow.operand
-        value = func(convert(tensor))
+        # What `data` gives has a version counter of its own, by which no write through it would be seen.
+        value = convert(tensor).detach() if name == "data" else func(convert(tensor))
         if isinstance(value, torch.Tensor):
             make = lambda: self.graph.call_function(getattr, (self.flow.node_of(tensor), name))  # noqa: E731
             return self._record(make, lambda: value, [tensor], convert)

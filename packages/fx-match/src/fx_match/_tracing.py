@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from fx_match._facts import UNKNOWN, Guard, LeafCall, Stop, Unknown
 from fx_match._hooks import function_hooks, guarded_range, module_hooks, receiving
 from fx_match._recorder import Recorder, Underneath
 from fx_match._source import FrameReader, Location, SourceSpan, undecorated
+from fx_match._stores import stored_names
 from fx_match._structure import holds_tensor, map_leaves, output_structure
 
 
@@ -33,9 +35,11 @@ class Trace:
     reads: each plain attribute that the forward read, by its name below the module, with its value (`MISSING` where the
         module has none). Methods, child modules and tensors are left out.
     output: what the forward returned, with nodes for tensors; mappings and dataclasses as plain dicts.
+    given: the parameters of the forward that held no tensor when it began, with their values: what a decorator passed on, or defaults.
     constants: tensors that are no parameter or buffer, by the target of their `get_attr` node.
     changes: names, as in `reads`, of the plain attributes that the forward set to something else, and of the lists, dicts and
-        sets among them whose entries it changed: its next run may read another value.
+        sets among them whose entries it changed; and of those that it read and that its code sets on some path: its next run may
+        read another value.
     """
 
     graph: fx.Graph
@@ -47,6 +51,7 @@ class Trace:
     module: nn.Module
     module_class: type[nn.Module]
     code: types.CodeType
+    given: Mapping[str, object]
     constants: Mapping[str, torch.Tensor]
     changes: frozenset[str]
     _notes: Notes = field(repr=False)
@@ -139,6 +144,7 @@ def trace(
         stack.enter_context(receiving(recorder))
         stack.enter_context(recorder)
         stack.enter_context(Underneath(recorder))
+        given = stack.enter_context(_entered(function))
         try:
             recorder.active = True
             result = bound(*call_args, **call_kwargs)
@@ -160,8 +166,9 @@ def trace(
         module=module,
         module_class=type(module),
         code=function.__code__,
+        given=types.MappingProxyType(given),
         constants=types.MappingProxyType(recorder.flow.constants),
-        changes=frozenset(changes),
+        changes=frozenset(changes) | _may_change(recorder.reads, type(module), function),
         _notes=recorder.flow.notes,
         _again=lambda more: trace(module, args, kwargs, leaves=[*_leaf_calls(leaves), *more], method=method),
     )
@@ -214,6 +221,30 @@ def _argument_names(
         for index in range(len(args))
     ]
     return [*zip(names, args, strict=True), *kwargs.items()]
+
+
+@contextlib.contextmanager
+def _entered(function: types.FunctionType) -> Iterator[dict[str, object]]:
+    """A dict that holds, once the function has been called, its parameters without a tensor: what decorators have made of them by then."""
+    code = function.__code__
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - set(
+        code.co_varnames[: min(1, code.co_argcount)]
+    )
+    given: dict[str, object] = {}
+    before = sys.getprofile()
+
+    def see(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is code:
+            sys.setprofile(before)
+            values = frame.f_locals
+            given.update({name: values[name] for name in names & values.keys() if not holds_tensor(values[name])})
+
+    sys.setprofile(see)
+    try:
+        yield given
+    finally:
+        if sys.getprofile() is see:
+            sys.setprofile(before)
 
 
 def _on_meta(value: Any) -> Any:
@@ -278,6 +309,12 @@ def _refill(container: Any, content: Any) -> None:
         container.extend(content)
     else:
         container.update(content)
+
+
+def _may_change(reads: Mapping[str, object], cls: type, function: types.FunctionType) -> set[str]:
+    """Of the attributes that were read, those that are set somewhere in the code, on a path that was not taken."""
+    stored = stored_names(cls, function)
+    return {name for name in reads if name.rpartition(".")[2] in stored}
 
 
 def _stop(error: Exception, frames: FrameReader) -> Stop:

@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 from tf_backend.cli._render import _ranges, render_diffs, render_plan
-from tf_backend.plan.schema import Plan, Refusal
+from tf_backend.plan.schema import LatentPlan, Plan, Refusal
 
 
 def _printed(plan: Plan, *, terminal: bool = False, diffs: bool = False) -> str:
@@ -43,6 +43,15 @@ def test_attention_is_one_row_per_distinct_layer(toy_plan: Plan) -> None:
     text = _printed(toy_plan)
     assert _line(text, "0-2, 4").split() == ["0-2,", "4", "4", "4", "2", "64", "0.125", "all", "none"]
     assert _line(text, "0.125", "16").split() == ["3", "1", "4", "2", "64", "0.125", "16", "50"]
+
+
+def test_keys_and_values_that_could_be_narrower_are_told(toy_plan: Plan) -> None:
+    latent = LatentPlan("ToyAttention", 5, 512, 64, 32768, 576, "nothing takes these sizes")
+    assert "cached expanded" not in _printed(toy_plan)
+    text = _printed(msgspec.structs.replace(toy_plan, latent=(latent,)))
+    assert "65,536 bytes per token and layer in 16 bits; compressed (512 + 64) they would take 1,152" in " ".join(
+        text.split()
+    )
 
 
 def test_head_is_a_chain(toy_plan: Plan) -> None:

@@ -92,12 +92,20 @@ class ViewsAcrossTokens(nn.Module):
         return states.view(-1, self.head_dim).view(1, states.shape[1], -1, self.head_dim).transpose(1, 2)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        query = self.heads(self.q_proj(hidden_states))
-        key, value = self.heads(self.k_proj(hidden_states)), self.heads(self.v_proj(hidden_states))
-        return self.o_proj(attention_leaf(self, query, key, value)[0].flatten(2))
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        attended, _ = attention_leaf(self, self.heads(query), self.heads(key), self.heads(value))
+        return self.o_proj(attended.flatten(2))
 
 
-def test_a_forward_that_does_not_run_rewritten_is_kept(model_of: Models) -> None:
+class ViewsAcrossFewTokens(ViewsAcrossTokens):
+    """The same for few tokens alone: the path that more of them take makes a tensor of its own first."""
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        return super().heads(states * 2.0 if states.shape[1] > 4 else states)
+
+
+@pytest.mark.parametrize("cls", [ViewsAcrossTokens, ViewsAcrossFewTokens])
+def test_a_forward_that_does_not_run_rewritten_is_kept(model_of: Models, cls: type[ViewsAcrossTokens]) -> None:
     from tf_backend.plan.observe import ModuleCall
     from tf_backend.plan.variants import VariantTable
     from vllm_layers_bridge.fusions import FUSIONS, ModuleFacts
@@ -105,7 +113,7 @@ def test_a_forward_that_does_not_run_rewritten_is_kept(model_of: Models) -> None
 
     model: Any = model_of("llama")
     attention = model.model.layers[0].self_attn
-    module = ViewsAcrossTokens(attention)
+    module = cls(attention)
     spec = AttentionSpec(
         4, attention.k_proj.out_features // attention.head_dim, attention.head_dim, attention.head_dim, 1.0
     )

@@ -86,6 +86,17 @@ def test_attention_that_cannot_be_split_is_refused() -> None:
     assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason
 
 
+def test_a_packed_weight_is_split_through_a_clamp() -> None:
+    sizes: dict[str, object] = {"d_model": 128, "n_heads": 4, "n_layers": 2}
+    attention = {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500.0}
+    experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 128}
+    found = planned("dbrx", 2, attn_config=attention, ffn_config=experts, **sizes)
+    assert found.is_served, [str(refusal) for refusal in found.refusals]
+    (record,) = [record for record in found.placement if record.cls == "DbrxAttention"]
+    assert (record.placement, record.count) == ("split", 2)
+    assert "transformer.blocks.1.norm_attn_norm.attn" in layers_of(found, QKVLinearSpec)
+
+
 def test_low_rank_projections_stay_whole() -> None:
     latent = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
     found = planned("minicpm3", 2, num_key_value_heads=4, **latent)

@@ -227,3 +227,20 @@ def test_objects_in_a_call_are_told_by_class() -> None:
     assert one.signature == two.signature
     assert one.signature != call(1, 5, WIDTH, cache=None).signature
     assert one.signature != call(1, 5, WIDTH, other=SimpleNamespace()).signature
+
+
+class AsksForAWidth(nn.Module):
+    def __init__(self, *, shares: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta")
+        if shares:
+            self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x) * self.second.out_features
+
+
+def test_an_instance_whose_children_are_one_says_nothing_of_another() -> None:
+    table, call = VariantTable(()), ModuleCall((torch.empty(1, 3, 4, device="meta"),), {})
+    for shares, asked in ((True, "first.out_features"), (False, "second.out_features"), (True, "first.out_features")):
+        assert set(table.trace_of(AsksForAWidth(shares=shares), call).reads) == {asked}

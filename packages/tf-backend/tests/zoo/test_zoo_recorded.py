@@ -34,6 +34,28 @@ def test_nothing_recorded_is_wrong(matrix: Matrix) -> None:
     assert sum(row.status in ("equal", "served") for row in matrix.rows) >= 80
 
 
+def test_two_releases_at_least_are_recorded() -> None:
+    assert len(matrices()) >= 2
+    assert {matrix.made.capabilities for matrix in matrices()} == {matrices()[0].made.capabilities}
+
+
+def test_numbers_were_compared_wherever_a_module_is_rewritten() -> None:
+    """Of every release, installed or not; a type too large to be made has none and is not served."""
+    for matrix in matrices():
+        served = [row for row in matrix.rows if row.status in ("equal", "served") and row.fusions]
+        assert [row.name for row in served if not row.numbers.startswith("equal")] == []
+
+
+def test_no_later_release_loses_what_is_served() -> None:
+    """Neither a type nor a fusion of one; a type that a release has dropped is no loss."""
+    first, *later = ({row.name: row for row in matrix.rows} for matrix in matrices())
+    for rows in later:
+        for name in first.keys() & rows.keys():
+            if first[name].status in ("equal", "served"):
+                assert rows[name].status in ("equal", "served"), f"{name}: {rows[name].reason}"
+                assert rows[name].fusions.keys() >= first[name].fusions.keys(), name
+
+
 def test_every_installed_type_is_there() -> None:
     matrix = recorded(transformers.__version__)
     assert matrix is not None

@@ -80,6 +80,13 @@ class InputWrittenBetween(_Base):
         return self.down(self.act(gate) * self.up(x))
 
 
+class DataWrittenBetween(_Base):
+    def forward(self, x):
+        up = self.up(x)
+        x.data.mul_(2.0)
+        return self.down(self.act(self.gate(x)) * up)
+
+
 class GateClamped(_Base):
     def forward(self, x):
         return self.down(self.act(self.gate(x).clamp(max=7.0)) * self.up(x))
@@ -130,6 +137,7 @@ NEAR = [
     (DifferentInputs, "`gate` and `up` read different inputs"),
     (InputReboundBetween, "`gate` and `up` read different inputs"),
     (InputWrittenBetween, "`add` writes in place to the input"),
+    (DataWrittenBetween, "written"),
     (GateClamped, "`clamp` stands between `gate` and its activation"),
     (ActivatedGateClamped, "`clamp` stands between the activation and the product"),
     (UpClamped, "`clamp` stands between `up` and the product"),

@@ -116,6 +116,21 @@ class AnotherPathTheThirdTime(_Attention):
         return self.attend(q, self.k(x), self.v(x))
 
 
+class AnotherInputTheFirstTime(_MLP):
+    """As it is found after a run; before one, `up` reads another input than `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_first = False
+
+    def forward(self, x):
+        gate = self.gate(x)
+        if self.is_first:
+            x = x * 2.0
+            self.is_first = False
+        return self.down(self.up(x) * F.silu(gate))
+
+
 # What would go with an expression
 
 
@@ -147,6 +162,7 @@ REFUSED = [
     (GatedMLP, GateByItsName, "`GateByItsName.forward` may use `self.gate`"),
     (GatedMLP, AnotherPathTheSecondTime, "on a path that depends on the sample, or on an earlier call"),
     (QKV, AnotherPathTheThirdTime, "on a path that depends on the sample, or on an earlier call"),
+    (GatedMLP, AnotherInputTheFirstTime, "x may not have the same value: x is bound again"),
     (PackedGatedMLP, CountsInItsPlace, r"self\.half\(\) would go"),
     (PackedGatedMLP, NamesInItsPlace, "binds a name"),
 ]

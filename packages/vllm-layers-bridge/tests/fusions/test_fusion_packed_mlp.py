@@ -79,20 +79,47 @@ class UpFirst(_Base):
         return self.down(self.act(gate) * up)
 
 
+class NamedParts(_Base):
+    def forward(self, x):
+        parts = self.fc(x).chunk(2, dim=-1)
+        gate = parts[0]
+        up = parts[-1]
+        gated = self.act(gate)
+        return self.down(gated * up)
+
+
+class PartsOneByOne(_Base):
+    def forward(self, x):
+        parts = self.fc(x).chunk(2, dim=-1)
+        gate = parts[0]
+        second = parts[1]
+        up = second
+        gated = self.act(gate)
+        return self.down(gated * up)
+
+
+class Rest(_Base):
+    def forward(self, x):
+        gate, *rest = self.fc(x).split(self.width, -1)
+        up = rest[0]
+        return self.down(self.act(gate) * up)
+
+
 class Transposed(Chunked):
     def __init__(self) -> None:
         super().__init__()
         self.fc = Conv1D(2 * WIDTH, HIDDEN)
 
 
-SPELLINGS = [Chunked, NameTakenAgain, Split, SplitBySizes, Sliced, SlicedInStatements, UpFirst, Transposed]
+HANDED_ON = [NamedParts, PartsOneByOne, Rest]
+SPELLINGS = [Chunked, NameTakenAgain, Split, SplitBySizes, Sliced, SlicedInStatements, UpFirst, Transposed, *HANDED_ON]
 
 
 @pytest.mark.parametrize("cls", SPELLINGS)
 def test_the_product_becomes_one_call_and_the_weight_two_shards(fuse: Callable[..., Any], cls: type[nn.Module]) -> None:
     fused = fuse(PackedGatedMLP(), cls(), X)
     assert "self.act_and_mul(" in fused.text
-    for gone in ("self.act(", "F.silu", "chunk", "split", "[..., :", "[:, :, "):
+    for gone in ("self.act(", "F.silu", "chunk", "split", "[..., :", "[:, :, ", "parts", "rest"):
         assert gone not in fused.text
     first, second = (0, WIDTH), (WIDTH, 2 * WIDTH)
     gate, up = (second, first) if cls is UpFirst else (first, second)
@@ -235,6 +262,24 @@ class GateKept(_Base):
         return self.down(self.act(gate) * up)
 
 
+class PartKept(_Base):
+    def forward(self, x):
+        parts = self.fc(x).chunk(2, dim=-1)
+        gate = parts[0]
+        up = kept = parts[1]
+        self.kept = kept
+        return self.down(self.act(gate) * up)
+
+
+class PartsPassedOn(_Base):
+    def forward(self, x):
+        parts = self.fc(x).chunk(2, dim=-1)
+        gate = parts[0]
+        up = parts[1]
+        out = self.down(self.act(gate) * up)
+        return (out, len(parts))
+
+
 class InPlace(_Base):
     def forward(self, x):
         gate, up = self.fc(x).chunk(2, dim=-1)
@@ -249,6 +294,8 @@ class InPlace(_Base):
         (BranchBySize, "may take another path"),
         (InAHelper, "made in `_cut`"),
         (GateKept, "gate, which the deleted statement binds, is still read"),
+        (PartKept, "kept, which the deleted statement binds, is still read"),
+        (PartsPassedOn, "parts, which the deleted statement binds, is still read"),
         (InPlace, ""),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -82,13 +82,21 @@ class Unsqueezed(_Base):
         return self._attend(query[:, 0], key[:, 0], value[:, 0])
 
 
+class Clamped(_Base):
+    def forward(self, x):
+        packed = self.qkv(x)
+        packed = packed.clamp(min=-0.5, max=0.5)
+        query, key, value = packed.split(self.sizes, dim=2)
+        return attention(self, self._heads(query), self._heads(key), self._heads(value))
+
+
 class Transposed(SplitWhole):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = Conv1D(WIDTH, HIDDEN)
 
 
-SPELLINGS = [SplitWhole, TorchSplit, Sliced, SlicedOutOfOrder, Unsqueezed, Transposed]
+SPELLINGS = [SplitWhole, TorchSplit, Sliced, SlicedOutOfOrder, Unsqueezed, Transposed, Clamped]
 
 
 @pytest.mark.parametrize("cls", SPELLINGS)
@@ -170,11 +178,26 @@ class PackedCalledTwice(_Base):
 
 class ModifiedFirst(_Base):
     def forward(self, x):
-        query, key, value = self.qkv(x).clamp(-8, 8).split(self.sizes, dim=-1)
+        query, key, value = (self.qkv(x) * 2).split(self.sizes, dim=-1)
         return self._attend(query, key, value)
 
 
+class ClampedToOtherFeatures(_Base):
+    def forward(self, x):
+        packed = self.qkv(x)
+        query, key, value = packed.clamp(max=packed.mean(-1, keepdim=True)).split(self.sizes, dim=-1)
+        return attention(self, self._heads(query), self._heads(key), self._heads(value))
+
+
+class NumberForAQuery(_Base):
+    def forward(self, x):
+        _, key, value = self.qkv(x).split(self.sizes, dim=-1)
+        return attention(self, 1, self._heads(key), self._heads(value))
+
+
 NEAR = [
+    (ClampedToOtherFeatures, "its rows are interleaved, or not cut along the last axis"),
+    (NumberForAQuery, "its rows are interleaved, or not cut along the last axis"),
     (InterleavedByHead, "its rows are interleaved, or not cut along the last axis"),
     (KeyFirst, "they are 16 to 48, 0 to 16, 48 to 64 of 64 features, expected one after the other"),
     (Overlapping, "expected one after the other"),

@@ -158,9 +158,43 @@ class ValueIfThere(_Base):
         return self.attend(query, key, value)
 
 
+class BesideASize(_Base):
+    """What else hangs on a size does not change which branch an attribute takes."""
+
+    shared = False
+
+    def forward(self, hidden_states, cos, sin):
+        query = self.heads(self.q_proj(hidden_states))
+        if not self.shared:
+            key = self.heads(self.k_proj(hidden_states))
+            value = self.heads(self.v_proj(hidden_states))
+        if hidden_states.shape[1] > 8:
+            query = query * 2
+        return self.attend(query, key, value)
+
+
+class CouldAttendToOthers(_Base):
+    """Attention as encoder-decoder models write it for both their kinds; here no call gives other states."""
+
+    def forward(self, hidden_states, cos, sin, other_states=None, cache=None):
+        is_cross = other_states is not None
+        query = self.heads(self.q_proj(hidden_states))
+        is_updated = False
+        if cache is not None:
+            is_updated = cache.is_updated()
+        current = other_states if is_cross else hidden_states
+        if is_cross and cache is not None and is_updated:
+            key, value = cache.key, cache.value
+        else:
+            key = self.heads(self.k_proj(current))
+            value = self.heads(self.v_proj(current))
+        return self.attend(query, key, value)
+
+
 FUSES = [
     PlainAttention, BiasedAttention, NormedAttention, RopeOnSomeLayers, OneLine, ValueFirst, ShapedLikeQuery, InABranch,
-    RopeBetween, ScaledQuery, KeysOfAnother, ValueIfThere,
+    RopeBetween, ScaledQuery, KeysOfAnother, ValueIfThere, BesideASize,
+    CouldAttendToOthers,
 ]  # fmt: skip
 
 

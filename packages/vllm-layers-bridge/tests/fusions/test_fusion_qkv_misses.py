@@ -228,12 +228,12 @@ class BlockOfAChangingAttribute(_Base):
         return self.attend(self.heads(q), self.heads(k), self.heads(v))
 
 
-class BlockBesideASize(_Base):
+class BlockOfASize(_Base):
     shared = False
 
     def forward(self, hidden_states, cos, sin):
         q = self.q_proj(hidden_states)
-        if not self.shared:
+        if not self.shared and q.shape[1] > 1:
             k = self.k_proj(hidden_states)
             v = self.v_proj(hidden_states)
         if q.shape[1] > 1000:
@@ -249,14 +249,37 @@ class ValueAskedFor(_Base):
         return self.attend(self.heads(q), self.heads(k), self.heads(v))
 
 
+class GivenAFlag(_Base):
+    """Whether it attends to other states hangs on something that is bound again."""
+
+    def forward(self, hidden_states, cos, sin, other_states=None):
+        is_cross = other_states is not None
+        if hidden_states.shape[1] == 1:
+            is_cross = True
+        query = self.heads(self.q_proj(hidden_states))
+        current = cos if is_cross else hidden_states
+        return self.attend(query, self.heads(self.k_proj(current)), self.heads(self.v_proj(current)))
+
+
+class InputBoundAgain(_Base):
+    def forward(self, hidden_states, cos, sin, other_states=None):
+        query = self.heads(self.q_proj(hidden_states))
+        current = hidden_states if other_states is None else cos
+        if hidden_states.shape[1] == 1:
+            hidden_states = hidden_states + 1
+        return self.attend(query, self.heads(self.k_proj(current)), self.heads(self.v_proj(current)))
+
+
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
+        (GivenAFlag, "current may not have the same value: current is bound again"),
+        (InputBoundAgain, "hidden_states may not have the same value: hidden_states is bound again"),
         (ProjectedInHelper, "made in `project`"),
         (HelperAsksForSize, "rotate_unless_long is not known to leave its arguments alone"),
         (BlockOfAnArgument, "do not lie in one block"),
         (BlockOfAChangingAttribute, "do not lie in one block"),
-        (BlockBesideASize, "do not lie in one block"),
+        (BlockOfASize, "do not lie in one block"),
         (ValueAskedFor, "uses `self.v_proj` beside calling it"),
     ],
 )

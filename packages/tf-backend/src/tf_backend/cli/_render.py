@@ -116,6 +116,8 @@ def _attention(console: Console, plan: Plan) -> None:
         )
         table.add_row(*(Text(str(cell)) for cell in row))
     console.print(table)
+    for latent in plan.latent:
+        console.print(Text(str(latent)))
 
 
 def _experts(console: Console, plan: Plan) -> None:

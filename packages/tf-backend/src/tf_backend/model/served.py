@@ -129,6 +129,8 @@ class TransformersForCausalLM(nn.Module):
         for variant in self.plan.variants:
             for miss in variant.misses:
                 logger.warning("%s: %s not applied: %s", variant.class_name, miss.fusion, miss.reason)
+        for latent in self.plan.latent:
+            logger.info(str(latent))
         fused = sum(count.count for count in self.plan.summary())
         logger.info(
             "tf-backend serves %s: %d fusions, plan %s",

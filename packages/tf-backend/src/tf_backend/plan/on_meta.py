@@ -7,7 +7,7 @@ projection gave a tensor of its own: a forward that asks for another layout than
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,27 @@ from torch import nn
 from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.rotary import Rotary
+from vllm_layers_bridge.nested import tensors_in
 from vllm_layers_bridge.seams.leaf import holder_name
 from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, QKVLinearSpec, RotarySpec
 
 from tf_backend.generated import derive
 from tf_backend.plan.observe import ModuleCall
 
+LENGTHS = (1, 2, 3, 8, 64, 1024, 8192)
+"""Tokens that a forward is run with beside those that it was called with, where it may take another path for another number of them."""
+
 
 def require_runs(
-    module: nn.Module, layers: Sequence[LayerSpec], rewrite: CompiledRewrite, call: ModuleCall, calls: int
+    module: nn.Module,
+    layers: Sequence[LayerSpec],
+    rewrite: CompiledRewrite,
+    call: ModuleCall,
+    calls: int,
+    *,
+    asks_for_sizes: bool = False,
 ) -> None:
-    """Run a rewritten forward as it was called, on one rank, with `calls` of attention.
+    """Run a rewritten forward as it was called, on one rank, with `calls` of attention; with `asks_for_sizes` at other lengths too.
 
     Raises:
         NotFusable: it fails where the original does not, or returns other shapes.
@@ -34,10 +44,22 @@ def require_runs(
     known = MergedLinearSpec | QKVLinearSpec | ActivationAndMulSpec | RotarySpec
     if not all(isinstance(layer, known) for layer in layers):
         return  # a fusion from elsewhere brings layers that nothing is known of
-    try:
-        expected = copied(module, type(module))(*fresh(call.args), **fresh(call.kwargs))
-    except Exception:  # the module's own code, which is told elsewhere
-        return
+    for args, kwargs in _calls(call, LENGTHS if asks_for_sizes else ()):
+        try:
+            expected = copied(module, type(module))(*fresh(args), **fresh(kwargs))
+        except Exception:  # the module's own code, which is told elsewhere
+            continue
+        try:
+            found = _made(module, layers, rewrite, calls)(*fresh(args), **fresh(kwargs))
+        except Exception as error:
+            first = str(error).split("\n", 1)[0]
+            raise NotFusable(f"its rewritten forward does not run: {type(error).__name__}: {first}") from error
+        if shapes(found) != shapes(expected):
+            raise NotFusable("its rewritten forward returns other shapes")
+
+
+def _made(module: nn.Module, layers: Sequence[LayerSpec], rewrite: CompiledRewrite, calls: int) -> nn.Module:
+    """The module with its new forward, and something of the right shape for each layer."""
     made = copied(module, derive(type(module), rewrite))
     for layer in layers:
         if isinstance(layer, ActivationAndMulSpec):
@@ -55,13 +77,25 @@ def require_runs(
             made.__dict__[layer.sizes_attribute] = qkv_split_sizes(layer, 1)
     if calls > 1:
         made._modules.update({holder_name(at): nn.Module() for at in range(calls)})
-    try:
-        found = made(*fresh(call.args), **fresh(call.kwargs))
-    except Exception as error:
-        first = str(error).split("\n", 1)[0]
-        raise NotFusable(f"its rewritten forward does not run: {type(error).__name__}: {first}") from error
-    if shapes(found) != shapes(expected):
-        raise NotFusable("its rewritten forward returns other shapes")
+    return made
+
+
+def _calls(call: ModuleCall, lengths: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The call as it was made, and with other numbers of tokens: the second axis of its first tensor of three."""
+    yield call.args, call.kwargs
+    rows = (tensor for tensor in tensors_in((call.args, call.kwargs)) if tensor.ndim == 3)
+    tokens = next((int(tensor.shape[1]) for tensor in rows), None)
+    for length in lengths if tokens is not None else ():
+        yield _resized(call.args, tokens, length), _resized(call.kwargs, tokens, length)
+
+
+def _resized(value: Any, old: int | None, new: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        shape = [new if size == old else size for size in value.shape]
+        return value if shape == list(value.shape) else torch.empty(shape, dtype=value.dtype, device=value.device)
+    if type(value) in (tuple, list):
+        return type(value)(_resized(item, old, new) for item in value)
+    return {key: _resized(item, old, new) for key, item in value.items()} if type(value) is dict else value
 
 
 def copied(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

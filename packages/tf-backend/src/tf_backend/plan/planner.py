@@ -27,6 +27,7 @@ from tf_backend.plan.counted import count_refusals, take_counts
 from tf_backend.plan.experts import FoundExperts, find_experts
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
+from tf_backend.plan.latent import plan_latent
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
 from tf_backend.plan.positions import Tabled, stand_in_for_positions, tabled_modules
@@ -109,6 +110,7 @@ def _plan(
             variants = tuple(built.variant for built in table.built)
             refusals += holder_refusals(model, attention, modules, variants)
             refusals += count_refusals(model, seen, counts, modules, variants)
+        latent = plan_latent(model, seen, table, attention, capabilities)
         placed = Placed(modules, (), ())
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
@@ -134,6 +136,7 @@ def _plan(
         placement=placed.records,
         experts=tuple(experts.plans),
         stages=stages,
+        latent=latent,
         position_rows=seen.position_rows,
     )
     return Planned(

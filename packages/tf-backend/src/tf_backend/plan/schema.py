@@ -128,6 +128,29 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     chunk: int | None = None
 
 
+class LatentPlan(msgspec.Struct, frozen=True):
+    """Attention whose keys and values are computed from `rank` features of each token, beside `rope` that all heads' keys share.
+
+    `expanded` and `compressed`: numbers in the cache for each token and layer, over all ranks, as it is served and as it could be. `reason`
+    is why it is cached expanded.
+    """
+
+    cls: str
+    layers: int
+    rank: int
+    rope: int
+    expanded: int
+    compressed: int
+    reason: str
+
+    def __str__(self) -> str:
+        expanded, compressed = (f"{2 * numbers:,}" for numbers in (self.expanded, self.compressed))
+        return (
+            f"{self.cls}: keys and values are cached expanded, {expanded} bytes per token and layer in 16 bits; compressed "
+            f"({self.rank} + {self.rope}) they would take {compressed}: {self.reason}"
+        )
+
+
 class ExpertsPlan(msgspec.Struct, frozen=True):
     """The experts of one sparse block: where they are, what was read of them, how they run.
 
@@ -294,6 +317,8 @@ class Plan(msgspec.Struct, frozen=True):
     """One for each sparse block."""
     stages: StagesPlan | None = None
     """None for one stage."""
+    latent: tuple[LatentPlan, ...] = ()
+    """One for each class and size of attention that caches more than its keys and values are made of."""
     position_rows: tuple[PositionRows, ...] = ()
     """Learned position embeddings, and whatever else is looked up by position."""
     schema: int = SCHEMA_VERSION

@@ -7,6 +7,7 @@ alike, and agree on every attribute that the traced forward read.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class VariantTable:
                     layers.extend(fusion.layers(match, module, facts))
                 if built.rewrite is not None and tuple(layers) not in built.known_to_run:
                     current = built.applied[0]
-                    require_runs(module, layers, built.rewrite, call, len(facts.attention))
+                    asks = any(guard.kind == "size" for guard in traced.trace.guards)
+                    require_runs(module, layers, built.rewrite, call, len(facts.attention), asks_for_sizes=asks)
                     built.known_to_run.add(tuple(layers))
                 if all(built.variant.id != known.variant.id for known in self._order):
                     self._order.append(built)
@@ -108,12 +110,15 @@ class VariantTable:
         return any(path.endswith(f".{attribute}") for seen in traces for path in seen.reads)
 
     def _find(self, module: nn.Module, call: ModuleCall) -> Traced:
-        signature = (tuple(module._modules), call.signature, len(call.signatures) > 1)
+        signature = (tuple(module._modules), _shared(module), call.signature, len(call.signatures) > 1)
         known = self._traced.setdefault(type(module), [])
         for traced in known:
             if traced.signature == signature and agrees(module, traced.trace):
                 return traced
-        new = Traced(trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)]), signature)
+        seen = trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
+        if len(call.signatures) > 1:  # what one call was given says nothing of the others
+            seen = dataclasses.replace(seen, given={})
+        new = Traced(seen, signature)
         for fusion in self.fusions:
             found = fusion.match(new.trace)
             doubt = _doubt(fusion, new.trace, call) if isinstance(found, Match) else None
@@ -130,6 +135,13 @@ class VariantTable:
         if excluded not in traced.built:
             traced.built[excluded] = _build_variant(traced, self.fusions, reasons)
         return traced.built[excluded]
+
+
+def _shared(module: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Other names of modules below `module` that have several, with the first of each: what a trace says of one it says of that."""
+    first = {id(child): name for name, child in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    return tuple((name, first[id(child)]) for name, child in every if first[id(child)] != name)
 
 
 def _build_variant(traced: Traced, fusions: Sequence[Fusion], excluded: dict[str, str]) -> Built:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fx_match import NoSuchArgument, Trace, argument, canonical
+from fx_match import NoSuchArgument, Trace, argument, canonical, is_inplace
 from torch import fx, nn
 
 from vllm_layers_bridge.errors import NotFusable
@@ -139,9 +139,14 @@ def _of_slice(node: fx.Node, source: fx.Node, key: Any, trace: Trace) -> Part | 
 
 
 def _linear_at(source: fx.Node, trace: Trace) -> fx.Node | None:
-    """The linear whose output `source` is, whole and with its features last; `unsqueeze` of another axis may stand between."""
+    """The linear whose output `source` is, whole and with its features last; `unsqueeze` of another axis, or a clamp, may stand between."""
     node: Any = source
-    while isinstance(node, fx.Node) and canonical(node) == "unsqueeze":
+    while isinstance(node, fx.Node) and canonical(node) in ("unsqueeze", "clamp"):
+        if canonical(node) == "clamp":  # of each feature by itself, to numbers
+            if is_inplace(node) or node.all_input_nodes != [node.args[0]]:
+                return None
+            node = node.args[0]
+            continue
         value = trace.value(node)
         dim = argument(node, "dim")
         if not isinstance(value, torch.Tensor) or not isinstance(dim, int) or dim % value.ndim == value.ndim - 1:

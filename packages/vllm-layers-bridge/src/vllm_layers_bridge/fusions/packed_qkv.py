@@ -13,6 +13,7 @@ in GPT-NeoX, are no such layer and stay as they are.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ast_rewrite import Patch, Refused
 from fx_match import Match, Miss, Trace, any_value, call, canonical, find
@@ -144,12 +145,12 @@ class PackedQKV:
         )
 
 
-def _reached(node: fx.Node, trace: Trace) -> tuple[list[Part], set[str]]:
+def _reached(node: Any, trace: Trace) -> tuple[list[Part], set[str]]:
     """The parts of packed linears that `node` is computed from, and all linears that it is computed from."""
     parts: list[Part] = []
     linears: set[str] = set()
     seen: set[fx.Node] = set()
-    stack = [node]
+    stack = [node] if isinstance(node, fx.Node) else []
     while stack:
         current = stack.pop()
         if current in seen or canonical(current) in ("shape", "size") or _reads_shape(current):
@@ -178,5 +179,5 @@ def _not_one(name: str, cut: list[Part], linear: str) -> str:
     )
 
 
-def _miss(found: Match, node: fx.Node, reason: str) -> Miss:
-    return Miss(reason, node, found.captures, found.nodes, found.subject)
+def _miss(found: Match, node: Any, reason: str) -> Miss:
+    return Miss(reason, node if isinstance(node, fx.Node) else found.root, found.captures, found.nodes, found.subject)

@@ -6,7 +6,8 @@
                                                             value = value_output.view(shape)
 
 Key and value may stand in a branch that all instances of the variant take (layers that share keys and values with another have no such
-projections), and a test whether the module has a projection is answered. Which projection is the query is read from the graph: the one
+projections; attention that could attend to other states is given none), and read the input under another name; a test whether the module
+has a projection is answered. Which projection is the query is read from the graph: the one
 from which the attention interface's query was computed, whatever stands between: views, norms, rotary embedding, a branch that leaves it
 out.
 """
@@ -14,6 +15,7 @@ out.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ast_rewrite import Patch
 from fx_match import Match, Miss, Trace, any_value, call, find, find_all
@@ -30,6 +32,7 @@ from vllm_layers_bridge.fusions.children import (
     require_mergeable,
 )
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
+from vllm_layers_bridge.fusions.settled import Settled
 from vllm_layers_bridge.fusions.source import decided_tests, projection_spans, pure_calls, receiver, settle_presence
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec, QKVLinearSpec, Source
@@ -109,14 +112,15 @@ class QKV:
     def rewrite(self, match: Match, trace: Trace, patch: Patch) -> None:
         """Hoist one call before the first projection, and read the three parts where the projections stood."""
         spans = [projection_spans(trace, patch, match[part], settles_presence=True) for part in PARTS]
-        me = receiver(patch.source)
+        me, settled, is_decided = receiver(patch.source), Settled(trace, patch), decided_tests(trace, patch)
         patch.hoist(
             [call for call, _ in spans],
             f"{me}.{MERGED}({{0}}).split({me}.{SIZES}, dim=-1)",
             tuple(f"{part}_output" for part in PARTS),
-            [argument for _, argument in spans],
+            [settled.origin(argument) for _, argument in spans],
             pure=pure_calls(trace),
-            decided=decided_tests(trace, patch),
+            decided=lambda test: is_decided(test) or settled.truth(test) is not None,
+            named={argument: origin for _, argument in spans if (origin := settled.origin(argument)) != argument},
         )
         for part in PARTS:
             settle_presence(patch, str(match[part].target))
@@ -151,5 +155,11 @@ def _not_one(part: str, reached: list[fx.Node]) -> str:
     return f"the {part} is computed from {len(reached)} linears ({names}), expected one"
 
 
-def _miss(found: Match, node: fx.Node, reason: str) -> Miss:
-    return Miss(reason=reason, node=node, captures=found.captures, nodes=found.nodes, subject=found.subject)
+def _miss(found: Match, node: Any, reason: str) -> Miss:
+    return Miss(
+        reason=reason,
+        node=node if isinstance(node, fx.Node) else found.root,
+        captures=found.captures,
+        nodes=found.nodes,
+        subject=found.subject,
+    )

@@ -51,7 +51,14 @@ def _globals(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _strings(code: types.CodeType) -> set[str]:
-    return {const for const in code.co_consts if isinstance(const, str)}
+    found, stack = set(), list(code.co_consts)
+    while stack:
+        constant = stack.pop()
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple | frozenset):
+            stack.extend(constant)
+    return found
 
 
 def _functions(cls: type[nn.Module], scope: dict[str, Any], name: str) -> Iterator[types.FunctionType]:

@@ -4,12 +4,14 @@
     up_states = up_states * self.activation_fn(gate)   ->   up_states = gated_output
 
 In: a trace, a patch, the nodes of a match. What the nodes computed is computed once, before the first statement that takes part; the last
-expression becomes its name, and the statements in between, which nothing reads any more, go. Only where all instances run the traced
+expression becomes its name, and the statements in between, which nothing reads any more, go; with them those that only hand a part of their
+result on (``parts = x.chunk(2, -1)``, then ``gate = parts[0]``). Only where all instances run the traced
 path, since what stands on another one is not in the graph. Raises `ast_rewrite.Refused`.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection
 
 from ast_rewrite import Patch, Refused, SourceSpan
@@ -44,9 +46,46 @@ def gather(
         require_nothing_lost(trace, patch, span, given)
     (made,) = patch.hoist([first], template, (name,), [given], pure=pure_calls(trace))
     patch.replace(last, made, dropping=spans)
-    for span in reversed(spans):
-        if not last.contains(span):
-            patch.delete(span)
+    gone = [span for span in spans if not last.contains(span)]
+    for span in sorted((*gone, *_handing_on(patch, gone, last)), reverse=True):
+        patch.delete(span)
+
+
+def _handing_on(patch: Patch, gone: Collection[SourceSpan], last: SourceSpan) -> list[SourceSpan]:
+    """Values of statements up to `last` that only name, or name an item of, what a statement at `gone` or another of them has bound."""
+    statements = [patch.source.statement_at(span) for span in gone]
+    names = {name for statement in statements for name in _bound(statement)}
+    found: list[SourceSpan] = []
+    for node in _in_order(patch.source.tree):
+        if not isinstance(node, ast.Assign) or node in statements or SourceSpan.of(node).contains(last):
+            continue
+        value: ast.expr = node.value
+        while isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant | ast.UnaryOp):
+            value = value.value
+        if (
+            isinstance(value, ast.Name)
+            and value.id in names
+            and min(gone) < SourceSpan.of(node) < last
+            and _bound(node)
+        ):
+            names |= _bound(node)
+            found.append(SourceSpan.of(node.value))
+    return found
+
+
+def _in_order(tree: ast.AST) -> list[ast.stmt]:
+    return sorted(
+        (node for node in ast.walk(tree) if isinstance(node, ast.stmt)), key=lambda node: (node.lineno, node.col_offset)
+    )
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Names that an assignment binds; none if it stores into an object."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    inside = [node for target in targets for node in ast.walk(target)]
+    if any(isinstance(node, ast.Attribute | ast.Subscript) for node in inside):
+        return set()
+    return {node.id for node in inside if isinstance(node, ast.Name)}
 
 
 def _outermost(spans: set[SourceSpan]) -> set[SourceSpan]:

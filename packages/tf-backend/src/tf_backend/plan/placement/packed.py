@@ -13,7 +13,8 @@ from tf_backend.plan.placement.states import Packed, Part, Scene, State, Unplace
 
 
 def part_of_packed(scene: Scene, node: fx.Node, packed: Packed) -> State:
-    """`chunk` and `split` give the parts, an index or a slice of columns takes one; an axis may be added in front of the columns."""
+    """`chunk` and `split` give the parts, an index or a slice of columns takes one; an axis may be added in front of the columns,
+    and the columns clamped to numbers."""
     name, value = canonical(node), scene.trace.value(node)
     source = node.args[0]
     if name in {"shape", "size", "dim"} and _reads_other_axes(scene, node):
@@ -24,7 +25,7 @@ def part_of_packed(scene: Scene, node: fx.Node, packed: Packed) -> State:
         widths = [part.shape[-1] if isinstance(part, torch.Tensor) else None for part in value]
         if widths == [part.stop - part.start for part in packed.parts]:
             return packed
-    is_kept = name in {"unsqueeze", "contiguous", "clone", "cast"} and isinstance(value, torch.Tensor)
+    is_kept = name in {"unsqueeze", "contiguous", "clone", "cast", "clamp"} and isinstance(value, torch.Tensor)
     if is_kept and 1 < scene.tensor(node).shape[-1] == scene.tensor(source).shape[-1] == packed.parts[-1].stop:
         return packed
     if name in {"getitem", "slice"} and isinstance(value, torch.Tensor):

