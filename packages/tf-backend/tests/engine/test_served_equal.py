@@ -60,7 +60,7 @@ def test_equal_eager_with_whole_prefill(name: str, checkpoint: Callable[[str], P
     assert isinstance(counts, dict)
     layers = counts["vllm:Attention"]
     assert counts["vllm:QKVParallelLinear"] == counts["vllm:MergedColumnParallelLinear"] == layers
-    assert counts["vllm:RMSNorm"] == layers * (4 if name == "qwen3" else 2) + 1
+    assert counts["vllm_layers_bridge:KernelRMSNorm"] == layers * (4 if name == "qwen3" else 2) + 1
     assert not any(key.startswith("torch:Linear") for key in counts)
 
 

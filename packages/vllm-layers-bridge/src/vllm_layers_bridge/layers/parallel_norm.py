@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm_layers_bridge.errors import NotBuildable
+from vllm_layers_bridge.layers.norm_in_torch import rms_norm_in_torch
 from vllm_layers_bridge.layers.shards import shard_parameter
 from vllm_layers_bridge.specs import RMSNormSpec
 
@@ -30,10 +31,8 @@ class ParallelRMSNorm(nn.Module):
 
     def __init__(self, spec: RMSNormSpec, ranks: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
+        self.spec = spec
         self.reduce = reduce
-        self.eps = spec.eps
-        self.offset = spec.offset
-        self.is_scaled_wide = spec.scaled_in == "wide"
         self.ranks = ranks
         self.weight = (
             shard_parameter((spec.hidden_size,), torch.get_default_dtype(), 0, spec.pieces) if spec.has_weight else None
@@ -41,15 +40,7 @@ class ParallelRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., local features] to the same."""
-        wide = x.to(torch.float32)
-        mean = self.reduce(wide.pow(2).mean(-1, keepdim=True)) / self.ranks
-        normed = wide * torch.rsqrt(mean + self.eps)
-        if self.weight is None:
-            return normed.to(x.dtype)
-        if self.is_scaled_wide:
-            scale = self.weight.to(torch.float32)
-            return (normed * (scale + self.offset if self.offset else scale)).to(x.dtype)
-        return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
+        return rms_norm_in_torch(x, self.weight, self.spec, lambda mean: self.reduce(mean) / self.ranks)
 
 
 def build_parallel_rms_norm(spec: RMSNormSpec) -> nn.Module:
