@@ -6,7 +6,7 @@ import os
 
 import pytest
 from tf_backend.errors import OptionRefused
-from tf_backend.plugin import AUTO, takes_auto
+from tf_backend.plugin import AUTO, COMPILE_AHEAD, keep_compiled_code, takes_auto
 from tf_tools.engine import warm
 from tf_tools.fork import run_in_fork
 
@@ -48,3 +48,23 @@ def test_the_registry(value: str) -> None:
     assert "Olmo2ForCausalLM" in owners
     is_ours = {owner.startswith("tf_backend.") for owner in owners.values()}
     assert is_ours == {value == "1"}
+
+
+def _kept(given: str | None, is_cpu: bool) -> str | None:
+    from vllm.platforms import current_platform
+
+    os.environ.pop(COMPILE_AHEAD, None)
+    if given is not None:
+        os.environ[COMPILE_AHEAD] = given
+    type(current_platform).is_cpu = lambda self: is_cpu
+    keep_compiled_code()
+    return os.environ.get(COMPILE_AHEAD)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("given", "is_cpu", "kept"), [(None, True, "0"), ("1", True, "1"), (None, False, None), ("0", False, "0")]
+)
+def test_where_artifacts_do_not_load_there_are_none(given: str | None, is_cpu: bool, kept: str | None) -> None:
+    warm()
+    assert run_in_fork(_kept, 120.0, given, is_cpu).value() == kept

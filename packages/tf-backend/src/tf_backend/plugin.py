@@ -6,6 +6,7 @@ falls to another implementation by accident.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -18,6 +19,11 @@ AUTO = "TF_BACKEND_AUTO"
 The engine's config, where our other options are, is not known when models are registered.
 """
 
+COMPILE_AHEAD = "VLLM_USE_AOT_COMPILE"
+"""vLLM's environment variable: `1` keeps the compiled model as one artifact."""
+
+logger = logging.getLogger(__name__)
+
 
 def register() -> None:
     """Register our classes over vLLM's own names. Safe to call again."""
@@ -25,6 +31,7 @@ def register() -> None:
 
     from tf_backend.model import served
 
+    keep_compiled_code()
     if _is_registered(ModelRegistry, SERVED[0], served.TransformersForCausalLM):
         return
     for name in SERVED:
@@ -36,6 +43,22 @@ def register() -> None:
     for architecture, name in _sent_by_architecture().items():
         target = getattr(served, name) if name in SERVED else served.refusing_class(name)
         ModelRegistry.register_model(architecture, target)
+
+
+def keep_compiled_code() -> None:
+    """Let a second start on a CPU find what the first one compiled, unless the environment says how to keep it.
+
+    There vLLM writes its artifact and then fails to load it (its loader asks for a method that only the compiler backend of GPUs has), so
+    that each start compiles anew. Without artifacts the compiler's own cache is used, graph by graph.
+    """
+    from vllm.platforms import current_platform
+
+    if COMPILE_AHEAD in os.environ or not current_platform.is_cpu():
+        return
+    os.environ[COMPILE_AHEAD] = "0"
+    logger.info(
+        "%s=0: vLLM on a CPU cannot load the artifacts it would write; set it to 1 to have them.", COMPILE_AHEAD
+    )
 
 
 def takes_auto() -> bool:

@@ -43,7 +43,7 @@ def test_a_changed_rewrite_runs_on_a_warm_start(checkpoint: Callable[[str], Path
             enforce_eager=False,
             runs=1,
             cached=False,
-            environment={"VLLM_CACHE_ROOT": str(tmp_path)},
+            environment={"VLLM_CACHE_ROOT": str(tmp_path), "VLLM_USE_AOT_COMPILE": "1"},
             setup=setup,
         )
         (run,) = serve(request).require().runs
@@ -62,3 +62,40 @@ def test_a_changed_rewrite_runs_on_a_warm_start(checkpoint: Callable[[str], Path
     again = start(None)
     assert again.ok, str(again)
     assert len(artifacts() - {key}) == 1, "the first rewrite did not find its own key again"
+
+
+def test_a_second_start_compiles_nothing(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoint("llama")
+
+    def start() -> tuple[int, int]:
+        request = ServeRequest(
+            folder,
+            prompts=probe_prompts(384, lengths=(5,)),
+            max_tokens=2,
+            enforce_eager=False,
+            runs=1,
+            cached=False,
+            environment={
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+                "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
+            },
+            probe=graphs_found_and_compiled,
+        )
+        result = serve(request).require()
+        assert compare_run(reference_for(folder, result.runs[0]), result.runs[0]).ok
+        (counts,) = result.probed
+        assert isinstance(counts, tuple)
+        return counts
+
+    found, compiled = start()
+    assert found == 0
+    assert compiled > 0
+    assert start() == (compiled, 0)
+
+
+def graphs_found_and_compiled(model: object) -> tuple[int, int]:
+    """Graphs that the compiler took from its cache in this process, and those it compiled."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    return inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
