@@ -1,5 +1,6 @@
 """A trace leaves nothing of its own behind, and its graph computes what the module computes, writes in place included."""
 
+import cProfile
 import functools
 import operator
 import sys
@@ -119,6 +120,34 @@ def test_parameters_without_tensors_are_told_as_the_forward_found_them() -> None
     assert trace(_Takes(), (X, True, 3), {"other": X, "more": 1}).given == {"flag": True, "scale": 2.0}
     assert trace(_Decorated(), (X,), {"old": 5}).given == {"new": 5, "other": None}
     assert sys.getprofile() is None
+
+
+def _later() -> None:
+    pass
+
+
+def test_a_profiler_that_runs_goes_on_and_changes_nothing() -> None:
+    alone = trace(_Takes(), (X,)).given
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        seen = trace(_Takes(), (X,)).given
+        _later()
+    finally:
+        profiler.disable()
+    assert seen == alone
+    assert any(getattr(entry.code, "co_name", "") == "_later" for entry in profiler.getstats())
+
+
+def test_a_function_that_profiles_is_given_back() -> None:
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name))
+    try:
+        trace(_Takes(), (X,))
+        _later()
+    finally:
+        sys.setprofile(None)
+    assert "_later" in calls
 
 
 def test_what_another_path_would_change_is_told_too() -> None:

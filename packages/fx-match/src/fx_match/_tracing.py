@@ -7,6 +7,7 @@ import copy
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,7 +236,7 @@ def _entered(function: types.FunctionType) -> Iterator[dict[str, object]]:
 
     def see(frame: types.FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code is code:
-            sys.setprofile(before)
+            _profile_with(before)
             values = frame.f_locals
             given.update({name: values[name] for name in names & values.keys() if not holds_tensor(values[name])})
 
@@ -244,7 +245,21 @@ def _entered(function: types.FunctionType) -> Iterator[dict[str, object]]:
         yield given
     finally:
         if sys.getprofile() is see:
-            sys.setprofile(before)
+            _profile_with(before)
+
+
+def _profile_with(profiler: Any) -> None:
+    """Give profiling back to what had it. One that is written in C, such as cProfile's, is known to Python as an object to be enabled."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+        return
+    sys.setprofile(None)
+    if hasattr(profiler, "enable"):
+        profiler.enable()
+    else:
+        warnings.warn(
+            f"{profiler!r} cannot be switched on again after a trace; it has seen what came before", stacklevel=2
+        )
 
 
 def _on_meta(value: Any) -> Any:
