@@ -26,7 +26,9 @@ SIZES = {
 }
 
 REFUSED_MODELS = [
-    pytest.param("jetmoe", "JetMoeForCausalLM", {"kv_channels": 32, "num_local_experts": 4}, "JetMoeMoE", id="experts"),
+    pytest.param(
+        "jetmoe", "JetMoeForCausalLM", {"kv_channels": 32, "num_local_experts": 4}, "JetMoeTopKGating", id="experts"
+    ),
     pytest.param(
         "falcon_h1",
         "FalconH1ForCausalLM",

@@ -40,14 +40,14 @@ def test_each_end_is_told() -> None:
         ("hung", _hang),
     ]
     started = time.monotonic()
-    found = {outcome.name: outcome for outcome in run_forked(jobs, at_once=3, timeout=2.0)}
-    assert time.monotonic() - started < 20
+    found = {outcome.name: outcome for outcome in run_forked(jobs, at_once=3, timeout=6.0)}
+    assert time.monotonic() - started < 40
     assert found["good"].value == b"x" * 300_000
     assert found["good"].failure == ""
     assert found["raised"].failure.startswith("ValueError: two lines (test_zoo_forks.py, line ")
     assert "SIGSEGV" in found["killed"].failure
     assert found["left"].failure == "the process ended without an answer, exit status 3"
-    assert found["hung"].failure == "no answer within 2 s"
+    assert found["hung"].failure == "no answer within 6 s"
 
 
 def test_what_a_hanging_job_started_ends_with_it(tmp_path: Path) -> None:
