@@ -1,4 +1,4 @@
-"""Specs become vLLM's own layers, unchanged and not subclassed, or the reason why not."""
+"""Specs become vLLM's own layers, unchanged and not subclassed, or the reason why not; its kernels are off here, as with a compiler."""
 
 from __future__ import annotations
 

@@ -106,6 +106,19 @@ def test_a_weight_of_another_type_is_multiplied_in_as_the_model_does(in_vllm: Ca
     torch.testing.assert_close(narrow, norm(x, None, 0.0).bfloat16() * values(48))
 
 
+def test_a_type_that_the_kernel_is_not_known_to_compute_is_computed_in_torch(in_vllm: Callable[..., Any]) -> None:
+    def run() -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        layer = built(SPECS["plain"]).double()
+        layer.weight.data.copy_(values(48))
+        calls = counted()
+        return layer(values(4, 48).double()), calls
+
+    output, calls = in_vllm(run)
+    assert (4, 48) not in calls
+    assert output.dtype is torch.float64
+    torch.testing.assert_close(output.float(), norm(values(4, 48), values(48), 0.0).float())
+
+
 @pytest.mark.parametrize(
     "spec",
     [RMSNormSpec(12, EPS, 0.0, True), RMSNormSpec(48, EPS, 0.0, True, scaled_in=None)],

@@ -29,13 +29,18 @@ class KernelRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden size] to the same."""
         spec, weight = self.spec, self.weight
-        is_mixed = weight is not None and weight.dtype is not x.dtype
-        if is_mixed or x.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._takes(x):
             return rms_norm_in_torch(x, weight, spec)
         if weight is None or not spec.offset:
             return rms_norm_kernel(x, weight, spec.eps)
         wide = rms_norm_kernel(x.to(torch.float32), weight.to(torch.float32) + spec.offset, spec.eps)
         return wide.to(x.dtype)
+
+    def _takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel computes this: also in a type other than the engine's, in which a model may keep its norms."""
+        if x.device.type != "cpu" or (self.weight is not None and self.weight.dtype is not x.dtype):
+            return False
+        return is_computed(self.spec.hidden_size, torch.float32 if self.spec.offset else x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.spec.hidden_size}, eps={self.spec.eps}, offset={self.spec.offset}"
