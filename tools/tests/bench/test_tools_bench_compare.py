@@ -68,6 +68,18 @@ def test_a_faster_first_arm_has_a_ratio_above_one(measured: Measured) -> None:
     assert found[0].other_rate == pytest.approx(32 / 1.25, rel=0.01)
 
 
+def test_runs_are_compared_with_the_runs_of_their_round(record: Record, make_row: MakeRow) -> None:
+    """The machine slows to a third, and one run is disturbed: of each round the ratio is 1.1, of the medians 1.65."""
+    for arm, seconds in (("native", (1.0, 2.0, 3.0)), ("native2", (1.1, 9.0, 3.3))):
+        row = make_row(arm, 0)
+        assert row.result is not None
+        measure = replace(row.result.measures[0], prefill_cpu=seconds, decode_cpu=seconds)
+        record.append(replace(row, result=replace(row.result, measures=(measure,))))
+    (whole,) = [one for one in _of(record, "native2") if one.phase == "all"]
+    assert whole.ratio.median == pytest.approx(1.1)
+    assert whole.first_rate / whole.other_rate == pytest.approx(1.65)
+
+
 def test_identical_arms_agree(measured: Measured) -> None:
     for one in _of(measured({}), "ours2"):
         assert one.is_same_kind

@@ -1,5 +1,7 @@
 """From rows to comparisons: for each pair the ratio of the first arm to another one, then a median and a verdict.
 
+The ratio of a pair is the median over its rounds, in each of which both processes did the same run one after the other.
+
 In: a record. Out: `Comparison` for each mode, workload, phase and arm, and `Cost` for what is not a workload. A pair in
 which either process failed is left out of both, and counted.
 """
@@ -161,22 +163,25 @@ def _results(record: Record, mode: str, other: str) -> tuple[list[tuple[Finished
 
 def _comparison(record: Record, mode: str, other: str, concurrency: int, phase: str, clock: str) -> Comparison | None:
     results, lost = _results(record, mode, other)
-    first_rates, other_rates = [], []
+    ratios, first_rates, other_rates = [], [], []
     for pair in results:
         measures = [one.measure(concurrency) for one in pair]
         if None in measures:
             raise BenchError(f"{record.file}: a row lacks the workload of {concurrency} requests; the file was changed")
         a, b = (measure for measure in measures if measure is not None)
-        if a.tokens(phase) != b.tokens(phase):
+        tokens = a.tokens(phase)
+        if tokens != b.tokens(phase):
             raise BenchError(
-                f"{record.file}: {a.tokens(phase)} tokens in the {phase} phase of one arm, {b.tokens(phase)} in the "
+                f"{record.file}: {tokens} tokens in the {phase} phase of one arm, {b.tokens(phase)} in the "
                 "other: the engines scheduled the same requests differently, and their times cannot be compared"
             )
-        times = a.seconds(phase, clock), b.seconds(phase, clock)
-        if times[0] is None or times[1] is None:
+        rounds = tuple(zip(a.runs(phase, clock), b.runs(phase, clock), strict=True))
+        if not rounds:
             return None
-        first_rates.append(a.tokens(phase) / times[0])
-        other_rates.append(b.tokens(phase) / times[1])
+        # Round by round: the two runs of one round lie seconds apart, and the machine is another one a minute later.
+        ratios.append(statistics.median(b / a for a, b in rounds))
+        first_rates.append(tokens / statistics.median(a for a, _ in rounds))
+        other_rates.append(tokens / statistics.median(b for _, b in rounds))
     if not first_rates:
         return None
     return Comparison(
@@ -188,7 +193,7 @@ def _comparison(record: Record, mode: str, other: str, concurrency: int, phase: 
         other=other,
         first_rate=statistics.median(first_rates),
         other_rate=statistics.median(other_rates),
-        ratio=median_interval([a / b for a, b in zip(first_rates, other_rates, strict=True)]),
+        ratio=median_interval(ratios),
         lost=lost,
     )
 

@@ -35,13 +35,18 @@ class Measure:
 
     def seconds(self, phase: str, clock: str) -> float | None:
         """Median over the repeats; None where there is nothing: no repeat, or no decode."""
+        runs = self.runs(phase, clock)
+        return statistics.median(runs) if runs else None
+
+    def runs(self, phase: str, clock: str) -> tuple[float, ...]:
+        """Seconds of each repeat, in their order; none where there is no repeat, or no decode."""
         prefill = self.prefill_cpu if clock == "cpu" else self.prefill_wall
         decode = self.decode_cpu if clock == "cpu" else self.decode_wall
-        if not prefill or not self.tokens(phase):
-            return None
+        if not self.tokens(phase):
+            return ()
         if phase == "all":
-            return statistics.median(a + b for a, b in zip(prefill, decode, strict=True))
-        return statistics.median(prefill if phase == "prefill" else decode)
+            return tuple(a + b for a, b in zip(prefill, decode, strict=True))
+        return prefill if phase == "prefill" else decode
 
     def tokens(self, phase: str) -> int:
         """What a phase is counted in: input tokens for the prefill, generated ones otherwise."""
