@@ -56,6 +56,17 @@ def test_every_parameter_matters_by_its_size() -> None:
         assert 0.1 < spread < 0.35, name
 
 
+def test_zeros_that_a_checkpoint_holds_are_drawn() -> None:
+    module = torch.nn.BatchNorm1d(64)
+    module.register_buffer("unsaved", torch.zeros(64), persistent=False)
+    scale_weights(module, seed=0)
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    assert 0.1 < float(module.running_mean.std()) < 0.5
+    assert torch.equal(module.running_var, torch.ones(64))
+    assert not module.get_buffer("unsaved").any()
+
+
 def test_a_draw_replaces_the_default_scale_and_shifts() -> None:
     module = torch.nn.Linear(64, 64)
     scale_weights(module, seed=0, draws=(Draw("^weight$", 0.01, "for the test", shift=2.0),))

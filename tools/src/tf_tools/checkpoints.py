@@ -98,7 +98,8 @@ def scale_weights(model: torch.nn.Module, *, seed: int, draws: tuple[Draw, ...] 
     """Redraw every parameter in place: matrices N(0, 0.15), vectors and biases moved by N(0, 0.25).
 
     At transformers' initial values most mistakes are invisible: biases are zero, norms one, activations so small that
-    no cap or clamp is reached. A tied parameter is drawn once.
+    no cap or clamp is reached. A tied parameter is drawn once. Buffers that a checkpoint holds and that are zero, as
+    what a router adds to its scores for the choice, are drawn as vectors are.
     """
     for name, parameter in model.named_parameters():
         if _LEFT_AS_INITIALISED.search(name):
@@ -109,6 +110,10 @@ def scale_weights(model: torch.nn.Module, *, seed: int, draws: tuple[Draw, ...] 
         shift = draw.shift if draw else 0.0
         fresh = _normal(name, seed, parameter.shape) * std + shift
         parameter.copy_(parameter + fresh if is_vector else fresh)
+    held = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in held and buffer.is_floating_point() and not bool(buffer.any()):
+            buffer.copy_(_normal(name, seed, buffer.shape) * VECTOR_STD)
 
 
 def _normal(name: str, seed: int, shape: torch.Size) -> Tensor:

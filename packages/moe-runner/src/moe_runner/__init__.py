@@ -6,14 +6,20 @@ Recognising and reading know torch alone. vLLM is imported when a layer is built
 from moe_runner._activations import ACTIVATIONS, EngineActivation, asked_of_engine, engine_activation, names_of
 from moe_runner._arguments import is_routed_call, is_rows_call
 from moe_runner._block import SparseBlock
+from moe_runner._engine_router import engine_arguments, probes, why_not_engine
 from moe_runner._errors import ModuleTypeError, MoeRunnerError, NotRunnable
 from moe_runner._listed import ReadBlock, read_block
 from moe_runner._loading import LOADER, parameter_of
 from moe_runner._passing import experts_passed_by
 from moe_runner._reading import Experts, read_experts
 from moe_runner._recognize import recognize
+from moe_runner._router_forms import route
+from moe_runner._router_reading import Router, read_router
+from moe_runner._router_site import RouterSite, find_router
 from moe_runner._rows import RowsGiven, read_rows
 from moe_runner.layer import RoutedExperts, build_experts
+from moe_runner.router_layer import RouterLogits
+from moe_runner.routers import Place, RouterForm, RouterSpec, Routing
 from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
 from moe_runner.written import WRITTEN, WrittenExperts, keep_experts
 
@@ -30,8 +36,15 @@ __all__ = [
     "ModuleTypeError",
     "MoeRunnerError",
     "NotRunnable",
+    "Place",
     "ReadBlock",
     "RoutedExperts",
+    "Router",
+    "RouterForm",
+    "RouterLogits",
+    "RouterSite",
+    "RouterSpec",
+    "Routing",
     "RowsGiven",
     "SparseBlock",
     "WrittenExperts",
@@ -39,14 +52,20 @@ __all__ = [
     "asked_of_engine",
     "build_experts",
     "engine_activation",
+    "engine_arguments",
     "experts_passed_by",
+    "find_router",
     "is_routed_call",
     "is_rows_call",
     "keep_experts",
     "names_of",
     "parameter_of",
+    "probes",
     "read_block",
     "read_experts",
+    "read_router",
     "read_rows",
     "recognize",
+    "route",
+    "why_not_engine",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_runner.specs import Place
+from moe_runner.routers import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_runner._block import SparseBlock
 from moe_runner._numbers import Copy
-from moe_runner.specs import Place
+from moe_runner.routers import Place
 
 _TOKENS, _ALONE = 64, 8
 

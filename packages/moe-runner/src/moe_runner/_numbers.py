@@ -25,9 +25,9 @@ _DOUBLE_UP_TO = 1 << 24
 class Copy:
     """A copy of `module` whose parameters are zeros on the CPU; it shares everything else."""
 
-    def __init__(self, module: nn.Module, experts: int) -> None:
+    def __init__(self, module: nn.Module, experts: int, dtype: torch.dtype | None = None) -> None:
         each = sum(parameter.numel() for parameter in module.parameters()) // max(experts, 1)
-        self.dtype = torch.float64 if each <= _DOUBLE_UP_TO else torch.float32
+        self.dtype = dtype or (torch.float64 if each <= _DOUBLE_UP_TO else torch.float32)
         self.module = _copy(module, self.dtype)
         self.parameters: dict[str, Tensor] = {name: p.data for name, p in self.module.named_parameters()}
         self._forward = inspect.unwrap(type(module).forward)

@@ -20,7 +20,8 @@ from moe_runner._gates import candidates, gate_function
 from moe_runner._layouts import Layout, halves, layouts, of_expert
 from moe_runner._numbers import Constants, Copy
 from moe_runner._rows import CHILD, ByToken
-from moe_runner.specs import ExpertsSpec, ExpertTensor, Place
+from moe_runner.routers import Place
+from moe_runner.specs import ExpertsSpec, ExpertTensor
 
 _EXACT, _NEAR = 1e-9, 1e-5
 _ROWS = 64

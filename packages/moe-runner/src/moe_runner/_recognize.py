@@ -126,10 +126,10 @@ def _leaves(module: nn.Module, site: Site) -> list[LeafCall]:
     owners = {name if site.storage == "module list" else name.rpartition(".")[0] for name in site.members}
     paths = {".".join(owner.split(".")[: i + 1]) for owner in owners if owner for i in range(owner.count(".") + 1)}
     classes = dict.fromkeys(type(module.get_submodule(path)) for path in sorted(paths))
-    return [LeafCall(cls, _run_or_pass) for cls in classes]
+    return [LeafCall(cls, run_or_pass) for cls in classes]
 
 
-def _run_or_pass(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_or_pass(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What `child` returns on meta; where it needs the data of a tensor, its first tensor of numbers: experts keep its shape."""
     states = (*child.named_parameters(), *child.named_buffers())
     try:

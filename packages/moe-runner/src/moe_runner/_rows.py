@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_runner._arguments import rows_call
 from moe_runner._numbers import Copy
-from moe_runner.specs import Place
+from moe_runner.routers import Place
 
 CHILD = "experts"
 _TOKENS, _ALONE = 64, 8

@@ -1,9 +1,11 @@
-"""Experts in vLLM's fused runner, routed outside: whoever calls them says which experts each token goes to, and with which weights.
+"""Experts in vLLM's fused runner, routed inside or outside.
 
 In: an `ExpertsSpec`. Out: a module that is called as the experts that it takes the place of. vLLM is imported when one is built.
-vLLM's runner takes router scores, and a function that turns them into ids and weights. Here the scores are the ids and weights
-themselves, side by side in one float32 tensor [tokens, 2 k], and the function takes them apart. So every kernel, exchange between
-ranks and compile path of vLLM's is used as it is. Ids are exact in float32 up to 2**24.
+Inside: it is given the logits of a `RouterLogits` in the place of weights, and vLLM's own router makes ids and weights of them.
+Outside: whoever calls it says which experts each token goes to, and with which weights. vLLM's runner takes router scores, and a function
+that turns them into ids and weights. Then the scores are the ids and weights themselves, side by side in one float32 tensor
+[tokens, 2 k], and the function takes them apart. So every kernel, exchange between ranks and compile path of vLLM's is used as it is.
+Ids are exact in float32 up to 2**24.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_runner._activations import asked_of_engine
+from moe_runner._engine_router import LEAST_LOGIT, engine_arguments
 from moe_runner._errors import NotRunnable
 from moe_runner._loading import ExpertLoader
+from moe_runner.routers import RouterForm
 from moe_runner.specs import ExpertsSpec
 
 _MOST_EXPERTS = 1 << 24
@@ -52,6 +56,9 @@ class RoutedExperts(nn.Module):
         hidden, ids, weights = given
         flat = hidden.reshape(-1, hidden.shape[-1])
         weights = weights.to(torch.float32)
+        if self.spec.routing is not None:
+            inside: Tensor = self.runner(flat, within_reach(self.spec.routing.form, weights))
+            return inside.view(hidden.shape)
         if self._null is None:
             return self._run(flat, ids, weights).view(hidden.shape)
         is_null = ids >= self._experts
@@ -85,14 +92,30 @@ def as_given(hidden_states: Tensor, gating_output: Tensor, topk: int, renormaliz
     return weights.contiguous(), ids.to(torch.int32).contiguous()
 
 
-def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> RoutedExperts:
+def within_reach(form: RouterForm, logits: Tensor) -> Tensor:
+    """Logits of which vLLM's router makes finite weights, as `form` does, whose epsilon it leaves out; where they do, the same ones.
+
+    Scores in float32 vanish for logits below -103, for a softmax so far below the largest: a sum of nothing but such is zero.
+    """
+    if not form.epsilon:
+        return logits
+    if form.score == "sigmoid":
+        return logits.clamp(min=LEAST_LOGIT)
+    return torch.maximum(logits, logits.amax(dim=-1, keepdim=True) + LEAST_LOGIT)
+
+
+def build_experts(
+    spec: ExpertsSpec, prefix: str, quant_config: Any = None, correction: Tensor | None = None
+) -> RoutedExperts:
     """Build the layer on the current device and in the current default dtype, its weights not loaded.
 
     Args:
         prefix: full name, unique in the model; vLLM wants exactly one integer in it.
         quant_config: the engine's.
+        correction: what a router inside adds to scores for the choice, of one entry per expert: the tensor that will be loaded.
 
     Raises:
+        ValueError: there is a correction, and the spec's form has none, or the other way round.
         NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks.
     """
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
@@ -103,14 +126,23 @@ def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> R
     if spec.num_experts > _MOST_EXPERTS:
         raise NotRunnable(f"`{prefix}` has {spec.num_experts} experts; ids beyond {_MOST_EXPERTS} are not exact.")
     asked = asked_of_engine(spec.gate, spec.runs_as)
+    routing: dict[str, Any] = {"renormalize": False, "custom_routing_function": as_given}
+    is_biased = spec.routing is not None and spec.routing.form.biased
+    if is_biased is not (correction is not None):
+        raise ValueError(f"`{prefix}`: a correction goes with a router inside that is biased, and with no other")
+    if spec.routing is not None:
+        routing = engine_arguments(spec.routing.form) | {"router_logits_dtype": torch.float32}
+        if correction is not None:
+            routing["e_score_correction_bias"] = correction.detach().view(-1)
+        if spec.routing.form.scaling != 1.0:  # not all of vLLM's routers know the factor; its runner does
+            routing |= {"routed_scaling_factor": spec.routing.form.scaling, "apply_routed_scale_to_output": True}
     try:
         runner: nn.Module = FusedMoEFactory(
             num_experts=spec.num_experts,
             top_k=1 if spec.takes_rows else spec.top_k,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
-            renormalize=False,
-            custom_routing_function=as_given,
+            **routing,
             quant_config=quant_config,
             activation=asked.name,
             swiglu_limit=asked.limit,
@@ -125,6 +157,10 @@ def build_experts(spec: ExpertsSpec, prefix: str, quant_config: Any = None) -> R
     routed: Any = runner.routed_experts
     # The kernels of vLLM's CPU platform are handed the map of experts to places and do not look at it.
     places = routed.expert_map if current_platform.is_cpu() else None
+    if places is not None and spec.routing is not None:
+        raise NotRunnable(
+            f"`{prefix}`: where experts are dealt out over ranks, this platform's kernels are told their places."
+        )
     layer = RoutedExperts(spec, runner, places)
     ExpertLoader(spec, asked.interleaved, routed).attach()
     return layer

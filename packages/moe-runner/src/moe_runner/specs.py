@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from moe_runner.routers import Place, RouterSpec, Routing
+
 Formula: TypeAlias = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu", "identity", "silu_clamped", "swiglu_oai"
 ]
 Half: TypeAlias = Literal["gate", "up", "down"]
-Place: TypeAlias = int | str
-"""Where an argument of a call stands: its position, or its keyword."""
 
 
 class Gate(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,6 +66,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     arguments: where hidden states, ids and weights stand in the call; or the place of the one tensor.
     null: what ids of `num_experts` and above lead to: the hidden state itself, or nothing; None if there are none.
     runs_as: vLLM's name for the gate, once it is known what the engine's kernels take; see `engine_activation`.
+    routing: how the runner chooses the experts itself; None where it is told. Where it does, the router's logits [tokens, experts] stand
+    in the place of the weights, and what stands in that of the ids is not looked at.
     """
 
     num_experts: int
@@ -78,6 +80,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     null: Literal["identity", "zero"] | None = None
     runs_as: str = ""
     name: str = ""
+    routing: Routing | None = None
 
     @property
     def takes_rows(self) -> bool:
@@ -105,4 +108,5 @@ class WrittenExpertsSpec(msgspec.Struct, frozen=True, tag="written_experts"):
     scores: int | None = None
 
 
-AnyExpertsSpec: TypeAlias = ExpertsSpec | WrittenExpertsSpec
+AnyExpertsSpec: TypeAlias = ExpertsSpec | WrittenExpertsSpec | RouterSpec
+"""What a module of a sparse block becomes."""

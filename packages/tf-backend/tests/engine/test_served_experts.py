@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tf_tools.checkpoints import make_checkpoint
 from tf_tools.compare import compare_run
 from tf_tools.engine import ServeRequest, serve
@@ -30,12 +31,29 @@ LLAMA4: dict[str, Any] = {
 """The temperature of attention changes every four positions, and by much."""
 
 
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
 def experts_in(model: torch.nn.Module) -> dict[str, int]:
     kinds = [type(module).__name__ for module in model.modules() if type(module).__module__.startswith("moe_runner.")]
     return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def assert_equal(folder: Path, kind: str, *, eager: bool = True) -> None:
+def assert_equal(folder: Path, *kinds: str, eager: bool = True) -> None:
     request = ServeRequest(
         folder,
         prompts=probe_prompts(384),
@@ -44,7 +62,7 @@ def assert_equal(folder: Path, kind: str, *, eager: bool = True) -> None:
         probe=experts_in,
     )
     result = serve(request).require()
-    assert result.probed == ({kind: 2},)
+    assert result.probed == (dict.fromkeys(sorted(kinds), 2),)
     for run in result.runs:
         report = compare_run(reference_for(folder, run), run)
         assert report.ok, str(report)
@@ -52,7 +70,17 @@ def assert_equal(folder: Path, kind: str, *, eager: bool = True) -> None:
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_experts_in_the_runner(eager: bool, checkpoint: Callable[[str], Path]) -> None:
-    assert_equal(checkpoint("mixtral"), "RoutedExperts", eager=eager)
+    assert_equal(checkpoint("mixtral"), "RoutedExperts", "RouterLogits", eager=eager)
+
+
+def test_the_engine_chooses_among_groups_with_a_correction(tmp_path: Path) -> None:
+    """Compiled, since the correction is loaded after the graph's owner was handed it; nothing of it would show at its default, zero."""
+    folder = make_checkpoint("deepseek_v3", tmp_path / "model", overrides=GROUPED)
+    (file,) = folder.glob("*.safetensors")
+    corrections = [value for name, value in load_file(file).items() if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 2
+    assert all(float(value.std()) > 0.1 for value in corrections)
+    assert_equal(folder, "RoutedExperts", "RouterLogits", eager=False)
 
 
 def test_experts_with_biases_in_alternating_rows(tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from moe_runner import ExpertsSpec, ExpertTensor, Gate, SparseBlock, WrittenExpertsSpec
+from moe_runner import ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
 from tf_backend import capabilities
 from tf_backend.plan import Parallel
-from tf_backend.plan.experts import why_outside
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import ModulePlan, Plan
 from torch import nn
@@ -64,6 +62,15 @@ SERVED: dict[str, tuple[dict[str, Any], str, Gate, tuple[int, int, int], set[str
 }  # fmt: skip
 
 
+ROUTING = {
+    "mixtral": ("inside", "softmax renormalised"),
+    "qwen2_moe": ("inside", "softmax"),
+    "glm4_moe": ("inside", "sigmoid biased renormalised, sum + 1e-20"),
+    "dbrx": ("outside", "makes ids and weights itself"),
+    "gpt_oss": ("outside", "uses ids or weights for something else too"),
+}
+
+
 def experts_of(plan: Plan) -> dict[str, ExpertsSpec]:
     found = {module.name: layer for module in plan.modules for layer in module.layers if isinstance(layer, ExpertsSpec)}
     assert all(module.action == "replace" for module in plan.modules if module.name in found)
@@ -85,7 +92,8 @@ def test_experts_go_into_the_runner_and_the_rest_is_fused(name: str, plan_of: Pl
     )
     assert spec.null is None
     assert [entry.experts for entry in plan.experts] == list(experts_of(plan))
-    assert {entry.routing for entry in plan.experts} == {"outside"}
+    assert {entry.routing for entry in plan.experts} == {ROUTING[name][0]}
+    assert all(ROUTING[name][1] in (entry.router or entry.why_outside) for entry in plan.experts)
     assert fused <= {count.cls for count in plan.summary()}
 
 
@@ -104,14 +112,6 @@ def test_every_tensor_has_one_place_and_the_plan_is_json(name: str, plan_of: Pla
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_the_router_stays_as_it_is_written(plan_of: Plans) -> None:
-    plan = plan_of("mixtral")
-    by_name = {module.name: module for module in plan.modules}
-    assert by_name["model.layers.0.mlp"].action == "keep"
-    assert by_name["model.layers.0.mlp.gate"].action == "keep"
-    assert not any(name.startswith("model.layers.0.mlp.experts.") for name in by_name)
-
-
 def test_ids_of_experts_that_do_nothing_are_kept_from_the_runner(plan_of: Plans) -> None:
     latent = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
     plan = plan_of(
@@ -120,6 +120,7 @@ def test_ids_of_experts_that_do_nothing_are_kept_from_the_runner(plan_of: Plans)
     )  # fmt: skip
     (spec,) = experts_of(plan).values()
     assert (spec.num_experts, spec.null) == (4, "identity")
+    assert {entry.why_outside for entry in plan.experts} == {"it chooses among 6 scores for 4 experts"}
 
 
 def refusal(plan: Plan) -> str:
@@ -182,7 +183,7 @@ def test_experts_that_are_given_rows(plan_of: Plans) -> None:
     assert set(found) == {f"model.layers.{layer}.feed_forward.experts" for layer in range(2)}
     assert all(spec.takes_rows and (spec.top_k, spec.gate) == (2, Gate("silu")) for spec in found.values())
     assert {entry.why_outside for entry in plan.experts} == {
-        "it takes the sigmoid of what was chosen, and the engine's routers take it before they choose"
+        "the weights are laid on what goes into its experts, row by row"
     }
 
 
@@ -213,29 +214,6 @@ def test_experts_that_are_dealt_out_need_not_be_split(model_of: Models, planned:
     assert {spec.runs_as for spec in experts_of(dealt).values()} == {"silu"}
     few = planned(model_of("mixtral"), parallel=Parallel(tensor=8, experts=True)).plan
     assert all("its 4 experts cannot be dealt out over 8 ranks" in entry.why_written for entry in few.experts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "the logits do not reach them"),
-        ({"num_scores": 6}, "among 6 scores for 4 experts"),
-        ({"num_scores": None}, "an unknown number of scores"),
-        ({"score": None}, "no softmax and no sigmoid"),
-        ({"score": "sigmoid", "score_order": "after"}, "takes the sigmoid of what was chosen"),
-        ({"score": "sigmoid", "score_order": "before"}, "the logits do not reach them"),
-    ],
-    ids=str,
-)
-def test_what_keeps_the_engine_from_routing(changes: dict[str, Any], words: str, plan_of: Plans) -> None:
-    plan = plan_of("mixtral")
-    assert all("the logits do not reach them" in entry.why_outside for entry in plan.experts)
-    block = SparseBlock(
-        "experts", 4, "stacked parameters", ("a", "b"), 2, "softmax", "before", None, False, True, (), 4
-    )
-    spec = next(iter(experts_of(plan).values()))
-    assert words in why_outside(dataclasses.replace(block, **changes), spec)
-    assert "as they are written" in why_outside(block, WrittenExpertsSpec((0, 1, 2), "no kernel"))
 
 
 class Odd(nn.Module):

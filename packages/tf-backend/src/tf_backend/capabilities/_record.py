@@ -14,6 +14,8 @@ gated_activations       the layer that vLLM gives for the name is run and compar
 mla_sizes               on a CPU the latent decode kernel is run for each split of the size that its backend states
 moe_activations         the engine's own selection of a kernel for unquantized experts, which raises where no kernel is valid
 moe_size_multiple       the smallest power of two for which that selection finds one
+moe_routers             the router that vLLM makes for each form is run and compared with what the form says
+moe_maps_experts        every platform's but the CPU's, whose kernels take a map and do not look at it
 ======================  ===============================================================================================
 """
 
@@ -53,6 +55,7 @@ def record() -> Capabilities:
     from tf_backend.capabilities._activations import gated_activations
     from tf_backend.capabilities._experts import moe_activations, moe_size_multiple
     from tf_backend.capabilities._latent import latent_sizes
+    from tf_backend.capabilities._routers import moe_routers
 
     backend = _select(64, "bfloat16")
     if backend is None:
@@ -79,6 +82,8 @@ def record() -> Capabilities:
         mla_sizes=latent_sizes(platform),
         moe_activations=moe_activations(),
         moe_size_multiple=moe_size_multiple(),
+        moe_routers=moe_routers(),
+        moe_maps_experts=platform != "cpu",
     )
 
 

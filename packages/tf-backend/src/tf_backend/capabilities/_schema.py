@@ -43,6 +43,10 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Activations of experts for which the engine has a kernel, by the names of `moe_runner.engine_activation`."""
     moe_size_multiple: int
     """The hidden size of experts must be a multiple of this."""
+    moe_routers: tuple[str, ...]
+    """Forms of routers that the engine's runner has, by `moe_runner.RouterForm.name`."""
+    moe_maps_experts: bool
+    """Whether kernels of experts look at the map of experts to ranks; otherwise they are told the place of each expert on its rank."""
 
     def to_json(self) -> bytes:
         """Indented JSON that ends with a newline, fields in the order of the class: what the data files hold."""

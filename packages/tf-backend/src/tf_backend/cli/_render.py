@@ -130,7 +130,7 @@ def _experts(console: Console, plan: Plan) -> None:
             entry.cls,
             entry.description,
             entry.computes,
-            f"{entry.routing}{f': {entry.why_outside}' if entry.why_outside else ''}",
+            ": ".join(part for part in (entry.routing, entry.router or entry.why_outside) if part),
         )
         for entry in plan.experts
     )

@@ -13,7 +13,7 @@ from typing import Any
 import moe_runner
 import torch
 from ast_rewrite import CompiledRewrite
-from moe_runner import ExpertsSpec, WrittenExpertsSpec
+from moe_runner import ExpertsSpec, RouterSpec, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.layers import BuildContext, build
@@ -76,7 +76,7 @@ def apply(
             table = _position_table(module_plan, model, (tabled or {})[module_plan.name], engine)
             _set(model, module_plan.name, table)
         elif module_plan.action == "replace":
-            _replace(module_plan, model, context, prefix)
+            _replace(module_plan, model, context, prefix, engine.device)
         elif module_plan.action == "rewrite":
             _rewrite(module_plan, rewrites, model, context, engine.tensor_parallel, prefix)
         _localize(module_plan, model)
@@ -110,15 +110,36 @@ def _check_rewrites(plan: Plan, rewrites: dict[str, CompiledRewrite]) -> None:
             raise ValueError(f"the rewrite of {variant.cls} in this process is not the one that was planned")
 
 
-def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: str) -> None:
+def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: str, device: torch.device) -> None:
     (spec,) = plan.layers
     name = _join(prefix, plan.name)
     if isinstance(spec, ExpertsSpec):
-        _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config))
+        correction = None
+        if spec.routing is not None and spec.routing.correction:
+            correction = _tensor_on(model, spec.routing.correction, device)
+        _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config, correction))
+    elif isinstance(spec, RouterSpec):
+        _set(model, plan.name, moe_runner.RouterLogits(spec, model.get_submodule(plan.name)))
     elif isinstance(spec, WrittenExpertsSpec):
         _set(model, plan.name, moe_runner.keep_experts(spec, model.get_submodule(plan.name), name))
     else:
         _set(model, plan.name, build(spec, name, context))
+
+
+def _tensor_on(model: nn.Module, name: str, device: torch.device) -> torch.Tensor:
+    """A parameter or buffer on `device`, made there in its own place if it is not: whoever is handed it has what will be loaded."""
+    owner, _, leaf = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    found = holder._parameters.get(leaf)
+    if found is None:
+        buffer = holder.get_buffer(leaf)
+        if buffer.is_meta:
+            buffer = holder._buffers[leaf] = torch.empty_like(buffer, device=device)
+        return buffer
+    if found.is_meta:
+        found = nn.Parameter(torch.empty_like(found, device=device), requires_grad=False)
+        holder._parameters[leaf] = found
+    return found
 
 
 def _position_table(plan: ModulePlan, model: PreTrainedModel, tabled: Tabled, engine: Engine) -> PositionTable:
@@ -139,7 +160,7 @@ def _rewrite(
     assert plan.variant is not None
     module = model.get_submodule(plan.name)
     for spec in plan.layers:
-        assert not isinstance(spec, ExpertsSpec | WrittenExpertsSpec)
+        assert not isinstance(spec, ExpertsSpec | WrittenExpertsSpec | RouterSpec)
         for child in _sources(spec):
             delattr(module, child)
         setattr(module, spec.name, build(spec, _join(prefix, f"{plan.name}.{spec.name}"), context))

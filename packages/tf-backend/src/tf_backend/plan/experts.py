@@ -1,7 +1,7 @@
 """Experts of sparse blocks: which block they belong to, what they compute, whether the engine's runner takes them.
 
 In: a model on meta, its observation, capabilities. Out: for each module of experts an `ExpertsSpec` that the runner computes exactly,
-or the reason why the block cannot be served. Routing stays in the model: its blocks say which experts each token goes to.
+or the reason why the block cannot be served; and where the engine has a router like the block's, the logits that it is given (`routing`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tf_backend.capabilities import Capabilities
-from tf_backend.plan.observe import ModuleCall, Observation
+from tf_backend.plan.observe import Observation
 from tf_backend.plan.places import place_of_class
+from tf_backend.plan.routing import Inside, Routers, same_code
 from tf_backend.plan.schema import ExpertsPlan, Parallel, Refusal
 
 _REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
@@ -48,6 +49,7 @@ def find_experts(
     """Look at every module of `model`; one refusal per class of blocks that cannot be served."""
     found = FoundExperts()
     readings: dict[Any, Experts] = {}
+    routers = Routers(model, seen, capabilities, parallel)
     for name, module in model.named_modules():
         call = seen.calls.get(name)
         block = moe_runner.recognize(module, call.args if call else (), call.kwargs if call else {})
@@ -58,9 +60,14 @@ def find_experts(
             continue
         try:
             for experts, spec in _specs(model, name, block, seen, readings, capabilities, parallel, found):
-                if not isinstance(spec, str):
+                inside: Inside | str = "the experts run as they are written"
+                if isinstance(spec, ExpertsSpec):
+                    inside = routers.inside(name, block, experts, spec)
+                if isinstance(inside, Inside):
+                    found.specs |= {experts: inside.experts, inside.router: inside.logits}
+                elif not isinstance(spec, str):
                     found.specs[experts] = spec
-                found.plans.append(_plan(name, experts, type(module), block, spec))
+                found.plans.append(_plan(name, experts, type(module), block, spec, inside))
         except _NotServed as problem:
             found.refusals.setdefault(
                 type(module),
@@ -79,27 +86,22 @@ class _NotServed(Exception):
     """Why a block cannot be served, as a clause."""
 
 
-def _plan(name: str, experts: str, cls: type[nn.Module], block: SparseBlock, spec: AnyExpertsSpec | str) -> ExpertsPlan:
-    what, outside = block.describe(), why_outside(block, spec)
+def _plan(
+    name: str,
+    experts: str,
+    cls: type[nn.Module],
+    block: SparseBlock,
+    spec: ExpertsSpec | WrittenExpertsSpec | str,
+    inside: Inside | str,
+) -> ExpertsPlan:
+    what, outside = block.describe(), inside if isinstance(inside, str) else ""
     if not isinstance(spec, ExpertsSpec):
         reason = spec if isinstance(spec, str) else spec.reason
         return ExpertsPlan(name, experts, cls.__name__, what, "not known", "as written", reason, why_outside=outside)
-    return ExpertsPlan(name, experts, cls.__name__, what, f"{spec.gate}, as `{spec.runs_as}`", why_outside=outside)
-
-
-def why_outside(block: SparseBlock, spec: AnyExpertsSpec | str) -> str:
-    """The first fact that keeps the engine from choosing the experts of `block` itself; where there is no other, how they are called."""
-    if not isinstance(spec, ExpertsSpec):
-        return "the experts run as they are written"
-    if block.num_scores != block.num_experts:
-        return f"it chooses among {block.num_scores or 'an unknown number of'} scores for {block.num_experts} experts"
-    if block.score is None:
-        return "its scores are no softmax and no sigmoid of the router's logits, or more than one"
-    if block.score == "sigmoid" and block.score_order == "after":
-        return "it takes the sigmoid of what was chosen, and the engine's routers take it before they choose"
-    if spec.takes_rows:
-        return "the weights are laid on what goes into its experts, row by row"
-    return "its experts are called with ids and weights, and the logits do not reach them"
+    plan = ExpertsPlan(name, experts, cls.__name__, what, f"{spec.gate}, as `{spec.runs_as}`", why_outside=outside)
+    if isinstance(inside, str) or inside.experts.routing is None:
+        return plan
+    return msgspec.structs.replace(plan, routing="inside", router=str(inside.experts.routing.form))
 
 
 def _specs(
@@ -111,7 +113,7 @@ def _specs(
     capabilities: Capabilities,
     parallel: Parallel,
     found: FoundExperts,
-) -> Iterator[tuple[str, AnyExpertsSpec | str]]:
+) -> Iterator[tuple[str, ExpertsSpec | WrittenExpertsSpec | str]]:
     """Modules in a block that are called as experts are and hold all of its experts, with what they become.
 
     A string is the reason why one that is called with rows stays where it is; its loops do not follow the data.
@@ -127,7 +129,7 @@ def _specs(
     if len(call.signatures) > 1:
         raise _NotServed(f"`{experts}` is called in different ways")
     top_k = block.top_k if takes_rows else None
-    key = (_key(module, call, block.num_experts), top_k)
+    key = (same_code(module, call), block.num_experts, top_k)
     if key not in readings:
         readings[key] = moe_runner.read_experts(
             module, call.args, call.kwargs, num_experts=block.num_experts, top_k=top_k
@@ -190,7 +192,7 @@ def _read_rows(
 ) -> moe_runner.RowsGiven | None:
     module, call = model.get_submodule(name), seen.calls[name]
     child = experts.removeprefix(f"{name}.") if name else experts
-    key = (_key(module, call, block.num_experts), child)
+    key = (same_code(module, call), block.num_experts, child)
     if key not in known:
         known[key] = moe_runner.read_rows(module, call.args, call.kwargs, experts=child, num_experts=block.num_experts)
     return known[key]
@@ -249,13 +251,3 @@ def _runnable(spec: ExpertsSpec, capabilities: Capabilities, parallel: Parallel)
             f"{spec.intermediate_size // ranks}"
         )
     return msgspec.structs.replace(spec, runs_as=name)
-
-
-def _key(module: nn.Module, call: ModuleCall, num_experts: int) -> Any:
-    """Equal for instances that run the same code on tensors of the same shapes with the same plain values."""
-    parts = []
-    for name, inner in module.named_modules():
-        shapes = tuple((key, None if p is None else tuple(p.shape)) for key, p in inner._parameters.items())
-        plain = {key: repr(v) for key, v in vars(inner).items() if isinstance(v, bool | int | float | str | type(None))}
-        parts.append((name, type(inner), shapes, tuple(sorted(plain.items())), id(getattr(inner, "config", None))))
-    return tuple(parts), call.signature, num_experts

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import moe_runner
 import msgspec
 from fx_match import Trace
-from moe_runner import AnyExpertsSpec, ExpertsSpec, ExpertTensor, WrittenExpertsSpec
+from moe_runner import AnyExpertsSpec, ExpertsSpec, ExpertTensor, RouterSpec, WrittenExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from vllm_layers_bridge.fusions.children import is_transposed_linear
@@ -63,7 +63,9 @@ def plan_modules(
         if layer is not None:
             plans.append(ModulePlan(name, "replace", layers=(layer,)))
             if given and name in given:
-                taken.add(name)  # with all that lies below it
+                taken.add(name)  # with all that lies below it, but for a linear that the layer still calls
+            if isinstance(layer, RouterSpec) and layer.child:
+                taken.remove(name)
             continue
         if name in {"", base} or not is_traced(module) or name not in seen.calls:
             continue

@@ -154,8 +154,8 @@ class LatentPlan(msgspec.Struct, frozen=True):
 class ExpertsPlan(msgspec.Struct, frozen=True):
     """The experts of one sparse block: where they are, what was read of them, how they run.
 
-    `runs`: in the engine's runner, or as written, whole on every rank, and `why_written` is the reason. `routing`: outside when the
-    model's own code chooses the experts, and `why_outside` is the fact that keeps the engine from doing it.
+    `runs`: in the engine's runner, or as written, whole on every rank, and `why_written` is the reason. `routing`: inside when the engine
+    chooses the experts, as `router` says; outside when the model's own code does, and `why_outside` is the fact that prevents the other.
     """
 
     block: str
@@ -167,6 +167,7 @@ class ExpertsPlan(msgspec.Struct, frozen=True):
     why_written: str = ""
     routing: Literal["outside", "inside"] = "outside"
     why_outside: str = ""
+    router: str = ""
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):
