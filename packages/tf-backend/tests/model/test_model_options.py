@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tf_backend.errors import OptionRefused
-from tf_backend.model.options import _check_weight_options
+from tf_backend.model.options import _check_weight_options, check_engine_options
 
 PLAIN = {
     "enable_sleep_mode": False,
@@ -39,3 +39,14 @@ def test_none_of_them_is_fine() -> None:
 def test_each_is_refused_by_name(options: dict[str, object], named: str) -> None:
     with pytest.raises(OptionRefused, match=named):
         _check_weight_options(config(**options))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [({"quant_method": "fp8"}, "this one is quantized by `fp8`"), (None, "Leave out `--quantization fp8`")],
+)
+def test_a_quantized_checkpoint_and_one_that_is_to_be_quantized(own: object, said: str) -> None:
+    hf_config = SimpleNamespace(quantization_config=own)
+    model_config = SimpleNamespace(quantization="fp8", hf_config=hf_config)
+    with pytest.raises(OptionRefused, match=said):
+        check_engine_options(SimpleNamespace(quant_config=object(), model_config=model_config))

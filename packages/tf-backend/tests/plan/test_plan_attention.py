@@ -129,7 +129,7 @@ def test_keywords_that_change_nothing(keywords: dict[str, Any], platform: Capabi
         ({"value": torch.Size([1, 2, TOKENS + 1, 32])}, "not one row"),
         ({"value": torch.Size([1, 4, TOKENS, 32])}, "not one row"),
         ({"key": torch.Size([1, 2, TOKENS, 64])}, "not one row"),
-        ({"query": torch.Size([1, 3, TOKENS, 32])}, "not one row"),
+        ({"query": torch.Size([1, 3, TOKENS, 32])}, "3 heads of queries and 2 of keys and values"),
         ({"query": torch.Size([4, TOKENS, 32])}, "not one row"),
         ({name: torch.Size([1, 2, TOKENS, 48]) for name in ("query", "key", "value")}, "heads of 48"),
     ],

@@ -11,7 +11,7 @@ from tf_backend.capabilities import Capabilities
 from tf_backend.plan import Parallel
 from tf_backend.plan.counted import counting_modules
 from tf_backend.plan.planner import make_plan
-from tf_backend.plan.positions import position_notes, position_refusals
+from tf_backend.plan.positions import position_refusals, reaches
 from tf_backend.plan.schema import Plan
 from torch import nn
 from transformers import PreTrainedModel
@@ -41,11 +41,13 @@ def test_frequencies_that_grow_with_the_length(plan_of: Plans) -> None:
     assert plan.is_served
     assert tables(plan) == {"model.rotary_emb": PositionTableSpec("", 1, 256, "each its own")}
     assert not any(name.startswith("model.rotary_emb") for name in plan.buffers)
-    assert list(position_refusals(plan, 1024)) == []
-    assert list(position_notes(plan, 256)) == []
-    (note,) = position_notes(plan, 257)
-    assert "model.rotary_emb" in note
-    assert "--max-model-len 256" in note
+    assert list(position_refusals(plan, 256)) == []
+    (refusal,) = position_refusals(plan, 257)
+    assert (
+        "`model.rotary_emb` changes its frequencies with the length of a sequence from 256 tokens on" in refusal.reason
+    )
+    assert refusal.remedy.startswith("Set `--max-model-len 256` or less, or use `--model-impl vllm`")
+    assert [str(reach)[:56] for reach in reaches(plan)] == ["served for sequences of up to 256 tokens: `model.rotary_"]
 
 
 def test_two_sets_of_frequencies_are_served_up_to_the_first_of_them(plan_of: Plans) -> None:

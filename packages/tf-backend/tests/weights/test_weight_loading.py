@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_a_quantized_tensor_is_no_number(dtype: torch.dtype) -> None:
     assert "model.embed.weight" in str(caught.value)
     assert str(dtype) in str(caught.value)
     assert "quantized" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8", "I32", "I64", "BOOL"])
+def test_a_header_tells_of_a_tensor_that_is_no_number(dtype: str) -> None:
+    held = stored(tensors())
+    held["model.embed.weight"] = dataclasses.replace(held["model.embed.weight"], dtype=dtype)
+    with pytest.raises(CheckpointError, match="cannot be converted without a scale") as caught:
+        loader().check(held)
+    assert caught.value.tensor == "model.embed.weight"
+    assert caught.value.file == "folder/model.safetensors"
+    loader(integers=("model.embed.weight",)).check(held)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F7_NEW"])
+def test_a_header_with_numbers_of_any_width_passes(dtype: str) -> None:
+    loader().check({name: dataclasses.replace(tensor, dtype=dtype) for name, tensor in stored(tensors()).items()})
 
 
 def test_missing_tensors_are_named() -> None:

@@ -181,3 +181,15 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     def cache_head_dim(self) -> int:
         """Width at which the engine keeps both key and value heads: the narrower of the two is padded with zeros."""
         return max(self.head_dim, self.value_head_dim)
+
+
+class LatentSpec(msgspec.Struct, frozen=True):
+    """Attention whose keys and values are made, by the child `projection`, of `rank` features of each token.
+
+    `rope` more are shared by the keys of all heads. Each head of a key is what the projection gives for it, then the shared features; the
+    rest of what it gives is its value.
+    """
+
+    projection: str
+    rank: int
+    rope: int

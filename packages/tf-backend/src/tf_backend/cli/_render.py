@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from vllm_layers_bridge.specs import AttentionSpec
 
+from tf_backend.plan.positions import reaches
 from tf_backend.plan.schema import HeadStep, Place, Plan
 
 
@@ -116,8 +117,8 @@ def _attention(console: Console, plan: Plan) -> None:
         )
         table.add_row(*(Text(str(cell)) for cell in row))
     console.print(table)
-    for latent in plan.latent:
-        console.print(Text(str(latent)))
+    for said in (*plan.latent, *reaches(plan)):
+        console.print(Text(str(said)))
 
 
 def _experts(console: Console, plan: Plan) -> None:

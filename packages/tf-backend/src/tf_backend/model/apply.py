@@ -20,7 +20,13 @@ from vllm_layers_bridge.layers import BuildContext, build
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.position_table import PositionTable
 from vllm_layers_bridge.layers.shards import shard_parameter
-from vllm_layers_bridge.seams.attention import CHILD, INTERFACE, attach_attention, register_interface
+from vllm_layers_bridge.seams.attention import (
+    CHILD,
+    INTERFACE,
+    attach_attention,
+    attach_latent_attention,
+    register_interface,
+)
 from vllm_layers_bridge.seams.leaf import turn_name
 from vllm_layers_bridge.seams.row import ROW, Row
 from vllm_layers_bridge.specs import LayerSpec, MergedLinearSpec, PositionTableSpec, QKVLinearSpec
@@ -89,19 +95,23 @@ def apply(
     for attention in plan.attention:
         if lies_in(attention.module, absent):
             continue
-        owner = model.get_submodule(attention.module)
-        attach_attention(
-            owner,
-            attention.spec,
-            _join(prefix, _layer_name(attention)),
-            tensor_parallel=engine.tensor_parallel,
-            cache_config=engine.cache_config,
-            quant_config=engine.quant_config,
-            holder=attention.holder,
-            turn=attention.turn,
-        )
+        _attach(attention, model, engine, prefix)
     restore_buffers(model, tuple(name for name in plan.buffers if not lies_in(name, absent)), engine.device)
     _materialize(model, engine.device)
+
+
+def _attach(plan: AttentionPlan, model: nn.Module, engine: Engine, prefix: str) -> None:
+    owner, name = model.get_submodule(plan.module), _join(prefix, _layer_name(plan))
+    engines: dict[str, Any] = {
+        "tensor_parallel": engine.tensor_parallel,
+        "cache_config": engine.cache_config,
+        "quant_config": engine.quant_config,
+        "turn": plan.turn,
+    }
+    if plan.latent is not None:
+        attach_latent_attention(owner, plan.spec, plan.latent, name, **engines)
+    else:
+        attach_attention(owner, plan.spec, name, holder=plan.holder, **engines)
 
 
 def _check_rewrites(plan: Plan, rewrites: dict[str, CompiledRewrite]) -> None:

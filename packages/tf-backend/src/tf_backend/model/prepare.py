@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tf_backend import capabilities
 from tf_backend.errors import ModelRefused, OptionRefused
+from tf_backend.model.latent import check_expanded, latent_cache
 from tf_backend.model.options import check_engine_options
 from tf_backend.model.remote_code import TrustedCode
 from tf_backend.model.skeleton import skeleton
@@ -75,11 +76,12 @@ def prepare(vllm_config: Any) -> Prepared:
     )
     model = skeleton(model_config.hf_config, model_config.dtype, _trusted_code(model_config))
     known = capabilities.default()
-    planned = make_plan(model, parallel, known, split=_layers_of_stages)
+    planned = make_plan(model, parallel, known, split=_layers_of_stages, latent=latent_cache(vllm_config, known))
     refusals = (*planned.plan.refusals, *position_refusals(planned.plan, model_config.max_model_len))
     if refusals:
         raise ModelRefused(refusals, architecture=planned.plan.provenance.architecture)
     capabilities.check(known)
+    check_expanded(vllm_config, planned.plan)
     folder = Path(model_config.model)
     if folder.is_dir() and not getattr(model_config, "model_weights", ""):  # else they lie elsewhere than the config
         loader = check_checkpoint(folder, planned, str(vllm_config.load_config.load_format))

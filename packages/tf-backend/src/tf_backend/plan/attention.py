@@ -114,6 +114,8 @@ def _heads(call: AttentionCall) -> tuple[int, ...]:
 def _problem(call: AttentionCall, owner: nn.Module, tokens: int, capabilities: AttentionCapabilities) -> str | None:
     """Why the engine cannot compute this call, as a verb phrase; None when it can."""
     head_dim = max(call.query[-1], call.value[-1])
+    if (groups := _uneven_heads(call)) is not None:
+        return f"attends with {groups[0]} heads of queries and {groups[1]} of keys and values, which are no equal groups of heads"
     if not _has_layout(call, tokens):
         shapes = ", ".join(str(tuple(size)) for size in (call.query, call.key, call.value))
         return f"attends with queries, keys and values of {shapes}, which are not one row of {tokens} tokens"
@@ -138,6 +140,14 @@ def _has_layout(call: AttentionCall, tokens: int) -> bool:
         return False
     is_one_row = all(size[0] == 1 and size[2] == tokens for size in (query, key, value))
     return is_one_row and key[3] == query[3] and key[1] == value[1] and key[1] > 0 and query[1] % key[1] == 0
+
+
+def _uneven_heads(call: AttentionCall) -> tuple[int, int] | None:
+    """Numbers of query and key-value heads, where they are axes of four and do not divide."""
+    if not len(call.query) == len(call.key) == len(call.value) == 4 or call.key[1] != call.value[1]:
+        return None
+    heads, kv_heads = call.query[1], call.key[1]
+    return (heads, kv_heads) if kv_heads > 0 and heads % kv_heads else None
 
 
 def _keyword_problem(call: AttentionCall) -> str | None:

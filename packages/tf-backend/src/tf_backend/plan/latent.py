@@ -1,7 +1,8 @@
-"""Latent attention: keys and values that are made of something narrower, which could be cached in their place.
+"""Latent attention: keys and values that are made of something narrower, which is cached in their place where the engine takes it.
 
-In: the attention that was planned, traces of the modules that call it, the recorded capabilities. Out: for each class of such modules what
-its cache takes as it is served, expanded, what it would take compressed, and the fact that prevents it.
+In: the attention that was planned, traces of the modules that call it, what the engine's latent attention takes. Out: which attention is
+latent as it is served, and for each class of such modules what its cache takes expanded and compressed, with the fact that prevents the
+latter.
 
 What is looked for is read from the graph: value and key are computed by one linear from a compressed value, whose own linear also gives
 the features that all heads of the key share (those with the rotary embedding).
@@ -11,26 +12,60 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from fx_match import Trace, canonical
-from torch import fx, nn
-from vllm_layers_bridge.fusions.children import linears_above, only_input
-from vllm_layers_bridge.seams.leaf import attention_leaf
+import msgspec
+from torch import nn
+from vllm_layers_bridge.fusions import LatentAttention
+from vllm_layers_bridge.fusions.latent_attention import latent_sizes
 
+from tf_backend.capabilities import Capabilities
 from tf_backend.plan.observe import Observation
-from tf_backend.plan.schema import AttentionPlan, LatentPlan
+from tf_backend.plan.schema import AttentionPlan, LatentPlan, ModulePlan, Variant
 from tf_backend.plan.variants import VariantTable
 
 
-class LatentCapabilities(Protocol):
-    """What planning asks of the recorded capabilities."""
+@dataclass(frozen=True, slots=True)
+class LatentCache:
+    """What the engine's latent attention takes: pairs (features of the latent, shared features), and why nothing where there are none."""
 
-    @property
-    def name(self) -> str: ...
+    sizes: tuple[tuple[int, int], ...]
+    why_none: str
 
-    @property
-    def mla_sizes(self) -> tuple[tuple[int, int], ...]: ...
+    @classmethod
+    def of(cls, capabilities: Capabilities) -> LatentCache:
+        """As the capabilities have it, whatever the options of an engine."""
+        return cls(capabilities.mla_sizes, f"latent attention of {capabilities.name} is not known to take any sizes")
+
+    def why_expanded(self, rank: int, rope: int) -> str:
+        """Why the engine does not take these sizes; empty where it does."""
+        if not self.sizes:
+            return self.why_none
+        if (rank, rope) in self.sizes:
+            return ""
+        taken = ", ".join(f"{one} with {other}" for one, other in self.sizes)
+        return f"the engine's latent attention takes {taken} shared features, and this has {rank} with {rope}"
+
+
+def served_latent(
+    model: nn.Module,
+    seen: Observation,
+    table: VariantTable,
+    attention: tuple[AttentionPlan, ...],
+    modules: tuple[ModulePlan, ...],
+) -> tuple[AttentionPlan, ...]:
+    """The attention with what is served latent marked so: where `LatentAttention` rewrote the forward that calls it."""
+    latent = set(_rewritten(modules, tuple(built.variant for built in table.built)))
+    marked = []
+    for plan in attention:
+        if plan.module in latent:
+            spec = latent_sizes(
+                table.trace_of(model.get_submodule(plan.module), seen.calls[plan.module]),
+                model.get_submodule(plan.module),
+            )
+            plan = msgspec.structs.replace(plan, latent=spec)
+        marked.append(plan)
+    return tuple(marked)
 
 
 def plan_latent(
@@ -38,70 +73,48 @@ def plan_latent(
     seen: Observation,
     table: VariantTable,
     attention: tuple[AttentionPlan, ...],
-    capabilities: LatentCapabilities,
+    modules: tuple[ModulePlan, ...],
+    cache: LatentCache,
 ) -> tuple[LatentPlan, ...]:
     """One entry for each class and size, in order of first appearance; empty where keys and values are not made of anything narrower.
 
     The model must be on meta and observed, as it is when its modules are traced.
     """
+    found = Counter(_found(model, seen, table, attention, modules, cache))
     return tuple(
-        LatentPlan(cls, count, rank, rope, expanded, rank + rope, _why_expanded(rank, rope, capabilities))
-        for (cls, rank, rope, expanded), count in Counter(_found(model, seen, table, attention)).items()
+        LatentPlan(cls, count, rank, rope, expanded, rank + rope, reason)
+        for (cls, rank, rope, expanded, reason), count in found.items()
     )
 
 
 def _found(
-    model: nn.Module, seen: Observation, table: VariantTable, attention: tuple[AttentionPlan, ...]
-) -> Iterator[tuple[str, int, int, int]]:
+    model: nn.Module,
+    seen: Observation,
+    table: VariantTable,
+    attention: tuple[AttentionPlan, ...],
+    modules: tuple[ModulePlan, ...],
+    cache: LatentCache,
+) -> Iterator[tuple[str, int, int, int, str]]:
+    by_id = {built.variant.id: built.variant for built in table.built}
+    variants = {plan.name: by_id[plan.variant] for plan in modules if plan.variant is not None}
     for plan in attention:
         module, call = model.get_submodule(plan.module), seen.calls.get(plan.module)
-        sizes = latent_sizes(table.trace_of(module, call), module) if call is not None else None
+        spec = latent_sizes(table.trace_of(module, call), module) if call is not None else None
         expanded = 2 * plan.spec.num_kv_heads * plan.spec.cache_head_dim
-        if sizes is not None and sum(sizes) < expanded:
-            yield (type(module).__name__, *sizes, expanded)
-
-
-def latent_sizes(trace: Trace, module: nn.Module) -> tuple[int, int] | None:
-    """Features that keys and values of all heads are made of, and those that the keys of all heads share beside them; None for others."""
-    calls = [node for node in trace.graph.nodes if node.target is attention_leaf]
-    if len(calls) != 1 or len(calls[0].args) < 4:
-        return None
-    _, _, key, value = calls[0].args[:4]
-    expands, compresses = _linears(value, trace), frozenset[fx.Node]()
-    if len(expands) == 1:
-        compresses = _linears(only_input(next(iter(expands))), trace)
-    if len(compresses) != 1 or _linears(key, trace) != expands | compresses:
-        return None
-    rank, whole = _width(module, expands, "in_features"), _width(module, compresses, "out_features")
-    return (rank, whole - rank) if 0 < rank < whole else None
-
-
-def _linears(node: Any, trace: Trace) -> frozenset[fx.Node]:
-    """Plain linears nearest above `node`, through what was written into a value as well."""
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    stack = [node] if isinstance(node, fx.Node) else []
-    while stack:
-        current = stack.pop()
-        if current in seen or canonical(current) in ("shape", "size"):  # no number flows there
+        if spec is None or spec.rank + spec.rope >= expanded:
             continue
-        seen.add(current)
-        found.update(linears_above(current, trace))
-        stack += [given for writer in trace.written_by(current) for given in writer.all_input_nodes]
-        if current.op != "call_module":
-            stack += current.all_input_nodes
-    return frozenset(found)
+        reason = ""
+        if plan.latent is None:
+            reason = cache.why_expanded(spec.rank, spec.rope) or _missed(variants.get(plan.module))
+        yield type(module).__name__, spec.rank, spec.rope, expanded, reason
 
 
-def _width(module: nn.Module, linears: frozenset[fx.Node], name: str) -> int:
-    (linear,) = linears
-    return int(getattr(module.get_submodule(str(linear.target)), name))
+def _rewritten(modules: tuple[ModulePlan, ...], variants: tuple[Variant, ...]) -> Iterator[str]:
+    latent = {v.id for v in variants if any(fusion.name == LatentAttention.name for fusion in v.fusions)}
+    return (plan.name for plan in modules if plan.variant in latent)
 
 
-def _why_expanded(rank: int, rope: int, capabilities: LatentCapabilities) -> str:
-    taken = ", ".join(f"{one} with {other}" for one, other in capabilities.mla_sizes)
-    if not taken:
-        return f"latent attention of {capabilities.name} is not known to take any sizes"
-    if (rank, rope) not in capabilities.mla_sizes:
-        return f"latent attention of {capabilities.name} takes {taken} shared features, and this has {rank} with {rope}"
-    return f"latent attention of {capabilities.name} takes these sizes; serving through it is not supported yet"
+def _missed(variant: Variant | None) -> str:
+    misses = variant.misses if variant is not None else ()
+    miss = next((miss.reason for miss in misses if miss.fusion == LatentAttention.name), None)
+    return miss or "the fusions that were chosen leave it out"

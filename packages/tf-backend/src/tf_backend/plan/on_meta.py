@@ -17,8 +17,15 @@ from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.rotary import Rotary
 from vllm_layers_bridge.nested import tensors_in
-from vllm_layers_bridge.seams.leaf import holder_name
-from vllm_layers_bridge.specs import ActivationAndMulSpec, LayerSpec, MergedLinearSpec, QKVLinearSpec, RotarySpec
+from vllm_layers_bridge.seams.leaf import VALUE_WIDTH, holder_name
+from vllm_layers_bridge.specs import (
+    ActivationAndMulSpec,
+    AttentionSpec,
+    LayerSpec,
+    MergedLinearSpec,
+    QKVLinearSpec,
+    RotarySpec,
+)
 
 from tf_backend.generated import derive
 from tf_backend.plan.observe import ModuleCall
@@ -32,11 +39,11 @@ def require_runs(
     layers: Sequence[LayerSpec],
     rewrite: CompiledRewrite,
     call: ModuleCall,
-    calls: int,
+    attention: Sequence[AttentionSpec],
     *,
     asks_for_sizes: bool = False,
 ) -> None:
-    """Run a rewritten forward as it was called, on one rank, with `calls` of attention; with `asks_for_sizes` at other lengths too.
+    """Run a rewritten forward as it was called, on one rank, with these calls of attention; with `asks_for_sizes` at other lengths too.
 
     Raises:
         NotFusable: it fails where the original does not, or returns other shapes.
@@ -50,7 +57,7 @@ def require_runs(
         except Exception:  # the module's own code, which is told elsewhere
             continue
         try:
-            found = _made(module, layers, rewrite, calls)(*fresh(args), **fresh(kwargs))
+            found = _made(module, layers, rewrite, attention)(*fresh(args), **fresh(kwargs))
         except Exception as error:
             first = str(error).split("\n", 1)[0]
             raise NotFusable(f"its rewritten forward does not run: {type(error).__name__}: {first}") from error
@@ -58,7 +65,9 @@ def require_runs(
             raise NotFusable("its rewritten forward returns other shapes")
 
 
-def _made(module: nn.Module, layers: Sequence[LayerSpec], rewrite: CompiledRewrite, calls: int) -> nn.Module:
+def _made(
+    module: nn.Module, layers: Sequence[LayerSpec], rewrite: CompiledRewrite, attention: Sequence[AttentionSpec]
+) -> nn.Module:
     """The module with its new forward, and something of the right shape for each layer."""
     made = copied(module, derive(type(module), rewrite))
     for layer in layers:
@@ -75,8 +84,10 @@ def _made(module: nn.Module, layers: Sequence[LayerSpec], rewrite: CompiledRewri
         made._modules[layer.name] = meta_linear(layer.in_features, sum(s.size for s in layer.sources), like)
         if isinstance(layer, QKVLinearSpec):
             made.__dict__[layer.sizes_attribute] = qkv_split_sizes(layer, 1)
-    if calls > 1:
-        made._modules.update({holder_name(at): nn.Module() for at in range(calls)})
+    if len(attention) > 1:
+        made._modules.update({holder_name(at): nn.Module() for at in range(len(attention))})
+    elif attention:
+        made.__dict__[VALUE_WIDTH] = attention[0].value_head_dim
     return made
 
 

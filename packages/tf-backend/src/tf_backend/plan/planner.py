@@ -7,7 +7,7 @@ analysis: no vLLM, no weights, no GPU.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import moe_runner
@@ -16,6 +16,7 @@ from ast_rewrite import CompiledRewrite
 from fx_match import LeafCall, trace
 from torch import nn
 from transformers import PreTrainedModel
+from vllm_layers_bridge.fusions import LatentAttention
 from vllm_layers_bridge.fusions.protocol import Fusion
 from vllm_layers_bridge.seams.leaf import attention_leaf
 
@@ -27,7 +28,7 @@ from tf_backend.plan.counted import count_refusals, take_counts
 from tf_backend.plan.experts import FoundExperts, find_experts
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
-from tf_backend.plan.latent import plan_latent
+from tf_backend.plan.latent import LatentCache, plan_latent, served_latent
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
 from tf_backend.plan.observe import Observation, observe, observing, observing_mask
 from tf_backend.plan.positions import Tabled, stand_in_for_positions, tabled_modules
@@ -60,6 +61,8 @@ class Planned:
     """How transformers reads checkpoints of the model."""
     tabled: Mapping[str, Tabled] = field(default_factory=dict)
     """By name, the modules that tables are built from."""
+    integers: frozenset[str] = frozenset()
+    """Names of tensors that hold no floats, as the plan's weight rules know them."""
 
 
 def make_plan(
@@ -68,6 +71,7 @@ def make_plan(
     capabilities: Capabilities,
     fusions: Sequence[Fusion] | None = None,
     split: Split = even_split,
+    latent: LatentCache | None = None,
 ) -> Planned:
     """Plan `model`, which is on meta and in evaluation mode.
 
@@ -76,17 +80,24 @@ def make_plan(
         capabilities: what the platform's layers take; recorded or shipped, see `tf_backend.capabilities`.
         fusions: in order of priority; those installed when None.
         split: which layers each pipeline stage has.
+        latent: what the engine's latent attention takes; what the capabilities say when None.
     """
     refusals = list(kind_refusals(model))
     if refusals:
         return _refused(model, parallel, capabilities, refusals)
     with moe_runner.experts_passed_by(model):
-        chosen = installed_fusions() if fusions is None else fusions
-        return _plan(model, parallel, capabilities, chosen, split)
+        cache = latent or LatentCache.of(capabilities)
+        chosen = (*installed_fusions(), LatentAttention(cache.sizes)) if fusions is None else fusions
+        return _plan(model, parallel, capabilities, chosen, split, cache)
 
 
 def _plan(
-    model: PreTrainedModel, parallel: Parallel, capabilities: Capabilities, fusions: Sequence[Fusion], split: Split
+    model: PreTrainedModel,
+    parallel: Parallel,
+    capabilities: Capabilities,
+    fusions: Sequence[Fusion],
+    split: Split,
+    cache: LatentCache,
 ) -> Planned:
     seen = observe(model)
     while stand_in_for_positions(model, seen) is not None:
@@ -110,7 +121,8 @@ def _plan(
             variants = tuple(built.variant for built in table.built)
             refusals += holder_refusals(model, attention, modules, variants)
             refusals += count_refusals(model, seen, counts, modules, variants)
-        latent = plan_latent(model, seen, table, attention, capabilities)
+        attention = served_latent(model, seen, table, attention, modules)
+        latent = plan_latent(model, seen, table, attention, modules, cache)
         placed = Placed(modules, (), ())
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
@@ -146,7 +158,13 @@ def _plan(
         (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_obsolete_buffers(plan)),
         conversion_of(model, base),
         tabled,
+        frozenset(name for name, tensor in _tensors(model) if not tensor.is_floating_point()),
     )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _obsolete_buffers(plan: Plan) -> tuple[str, ...]:

@@ -6,8 +6,7 @@ with a stand-in that gives values of the right shapes on meta, and the original 
 applied.
 
 What a table holds at position p is what the module gives for a sequence that ends at p. Below the first position at which the module
-changes its state that is, for every sequence, what transformers computes; from there on it is what transformers computes when it
-generates token by token.
+changes its state that is, for every sequence, what transformers computes, and so far it is served.
 """
 
 from __future__ import annotations
@@ -94,52 +93,61 @@ def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
     return found
 
 
-def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
-    """Tables, and chunks of attention, that do not reach as far as the engine is asked for."""
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Up to how many tokens sequences are served for the sake of one module, why no further, and what else to do than to ask for less."""
+
+    tokens: int
+    module: str
+    why: str
+    otherwise: str = ""
+
+    def __str__(self) -> str:
+        return f"served for sequences of up to {self.tokens:,} tokens: `{self.module}` {self.why}"
+
+
+def reaches(plan: Plan) -> Iterator[Reach]:
+    """Each bound on the length of sequences that is the model's own."""
     chunks = {
         attention.chunk: attention.module for attention in reversed(plan.attention) if attention.chunk is not None
     }
     for chunk, name in chunks.items():
-        if longest > chunk:
-            yield Refusal(
-                f"`{name}` attends within chunks of {chunk} tokens, which no attention layer of the engine does: it is served up to "
-                f"the end of the first, and the engine is asked for up to {longest}",
-                name,
-                None,
-                f"Set `--max-model-len {chunk}` or less, or use `--model-impl vllm`, if vLLM has an implementation of its own.",
-            )
+        why = f"attends within chunks of {chunk} tokens, which no attention layer of the engine does but in the first of them"
+        yield Reach(chunk, name, why, ", or use `--model-impl vllm`, if vLLM has an implementation of its own")
     for table in plan.position_rows:
-        if longest > table.end:
+        why = f"looks up a table of {table.rows} rows by position, which has one for the first {table.end} positions"
+        yield Reach(table.end, table.module, why)
+    for module in plan.modules:
+        for spec in module.layers:
+            if not isinstance(spec, PositionTableSpec) or spec.beyond == "same":
+                continue
+            below = spec.constant_below
+            if spec.beyond == "another":
+                why = (
+                    f"has one set of frequencies for sequences of up to {below} tokens and another for longer ones: keys in the engine's "
+                    "cache would be of one set and queries of the other"
+                )
+                yield Reach(below, module.name, why, ", or use `--model-impl vllm`, which takes the second set for all")
+            else:
+                why = (
+                    f"changes its frequencies with the length of a sequence from {below} tokens on: the keys that are in the engine's "
+                    "cache by then have others, and transformers itself gives another result for a prompt than for its tokens one by one"
+                )
+                yield Reach(
+                    below, module.name, why, ", or use `--model-impl vllm`, which takes one set of frequencies for all"
+                )
+
+
+def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
+    """The bounds that lie below what the engine is asked for."""
+    for reach in reaches(plan):
+        if longest > reach.tokens:
             yield Refusal(
-                f"`{table.module}` looks up a table of {table.rows} rows by position, which has one for the first {table.end} positions, "
-                f"and the engine is asked for up to {longest}",
-                table.module,
+                f"`{reach.module}` {reach.why}. The engine is asked for sequences of up to {longest} tokens",
+                reach.module,
                 None,
-                f"Set `--max-model-len {table.end}` or less.",
+                f"Set `--max-model-len {reach.tokens}` or less{reach.otherwise}.",
             )
-    for module in plan.modules:
-        for spec in module.layers:
-            if isinstance(spec, PositionTableSpec) and spec.beyond == "another" and longest > spec.constant_below:
-                yield Refusal(
-                    f"`{module.name}` has one set of frequencies for sequences of up to {spec.constant_below} tokens and another "
-                    f"for longer ones, and the engine is asked for up to {longest}: keys in its cache would be of one set and "
-                    "queries of the other",
-                    module.name,
-                    None,
-                    f"Set `--max-model-len {spec.constant_below}`, or use `--model-impl vllm`, which takes the second set for all.",
-                )
-
-
-def position_notes(plan: Plan, longest: int) -> Iterator[str]:
-    """What a user should know of tables that reach beyond the first change of their module's state."""
-    for module in plan.modules:
-        for spec in module.layers:
-            if isinstance(spec, PositionTableSpec) and spec.beyond == "each its own" and longest > spec.constant_below:
-                yield (
-                    f"{module.name}: frequencies change with the length of a sequence from {spec.constant_below} tokens on. Tokens "
-                    "beyond are rotated as transformers does when it generates token by token; a longer prompt that it is given "
-                    f"at once it rotates otherwise. Set --max-model-len {spec.constant_below} to stay within"
-                )
 
 
 def _is_of_positions(real: nn.Module, call: PositionCall) -> bool:

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 from moe_runner.specs import AnyExpertsSpec, ExpertTensor
-from vllm_layers_bridge.specs import AttentionSpec, HeadLinearSpec, LayerSpec
+from vllm_layers_bridge.specs import AttentionSpec, HeadLinearSpec, LatentSpec, LayerSpec
 
 SCHEMA_VERSION = 1
 
@@ -117,7 +117,8 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `holder` names the child that stands for the module in this call, where it makes several in one run; empty where it makes one. `turn`
     counts from 0 the runs of a module that attends in several; None where it does in one. `chunk`: tokens
-    see their own chunk of so many alone, so that sequences end with the first.
+    see their own chunk of so many alone, so that sequences end with the first. `latent`: the forward gives the interface what keys and
+    values are made of, and that is cached; `spec` says what they would be.
     """
 
     module: str
@@ -126,13 +127,14 @@ class AttentionPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     holder: str = ""
     turn: int | None = None
     chunk: int | None = None
+    latent: LatentSpec | None = None
 
 
 class LatentPlan(msgspec.Struct, frozen=True):
     """Attention whose keys and values are computed from `rank` features of each token, beside `rope` that all heads' keys share.
 
-    `expanded` and `compressed`: numbers in the cache for each token and layer, over all ranks, as it is served and as it could be. `reason`
-    is why it is cached expanded.
+    `expanded` and `compressed`: numbers in the cache for each token and layer, over all ranks, of keys and values and of what they are made
+    of. `reason` is why it is cached expanded, empty where it is cached compressed.
     """
 
     cls: str
@@ -145,6 +147,11 @@ class LatentPlan(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         expanded, compressed = (f"{2 * numbers:,}" for numbers in (self.expanded, self.compressed))
+        if not self.reason:
+            return (
+                f"{self.cls}: what keys and values are made of ({self.rank} + {self.rope}) is cached in their place, {compressed} bytes "
+                f"per token and layer in 16 bits instead of {expanded}"
+            )
         return (
             f"{self.cls}: keys and values are cached expanded, {expanded} bytes per token and layer in 16 bits; compressed "
             f"({self.rank} + {self.rope}) they would take {compressed}: {self.reason}"

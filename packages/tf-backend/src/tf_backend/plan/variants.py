@@ -18,7 +18,7 @@ from ast_rewrite import CompiledRewrite, FunctionSource, Patch, RewriteError
 from fx_match import MISSING, LeafCall, Match, Miss, Trace, trace
 from torch import nn
 from vllm_layers_bridge.errors import NotFusable
-from vllm_layers_bridge.fusions import AttentionCalls, Rotary
+from vllm_layers_bridge.fusions import AttentionCalls, LatentAttention, Rotary
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LayerSpec
@@ -59,7 +59,7 @@ class Outcome:
     layers: tuple[LayerSpec, ...]
 
 
-_BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name})
+_BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name, LatentAttention.name})
 """Fusions whose part of a forward no other fusion takes: a miss is told beside the matches of others, and theirs beside a match here."""
 
 
@@ -92,7 +92,7 @@ class VariantTable:
                 if built.rewrite is not None and tuple(layers) not in built.known_to_run:
                     current = built.applied[0]
                     asks = any(guard.kind == "size" for guard in traced.trace.guards)
-                    require_runs(module, layers, built.rewrite, call, len(facts.attention), asks_for_sizes=asks)
+                    require_runs(module, layers, built.rewrite, call, facts.attention, asks_for_sizes=asks)
                     built.known_to_run.add(tuple(layers))
                 if all(built.variant.id != known.variant.id for known in self._order):
                     self._order.append(built)

@@ -38,6 +38,7 @@ def weight_loader(planned: Planned) -> WeightLoader:
         ignorable_patterns=planned.ignorable_patterns,
         tied=planned.tied,
         conversion=planned.conversion,
+        integers=planned.integers,
     )
 
 

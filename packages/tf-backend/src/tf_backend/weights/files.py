@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tf_backend.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -24,6 +26,11 @@ _BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,10 @@ class StoredTensor:
         """Bytes that its shape and type take; None for a type that is not known here."""
         width = _BYTES.get(self.dtype)
         return None if width is None else width * math.prod(self.shape)
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor without memory; of torch's default type where the stored one is not known here."""
+        return torch.empty(self.shape, dtype=_TYPES.get(self.dtype), device="meta")
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -47,6 +47,7 @@ class WeightLoader:
         tied: Mapping[str, str] | None = None,
         conversion: Conversion | None = None,
         stored: Iterable[str] | None = None,
+        integers: Iterable[str] = (),
     ) -> None:
         self.rules: dict[str, list[WeightRule]] = {}
         for rule in rules:
@@ -55,6 +56,7 @@ class WeightLoader:
         self.absent: frozenset[str] = frozenset()
         self.patterns = tuple(re.compile(pattern) for pattern in ignorable_patterns)
         self.tied = dict(tied or {})
+        self.integers = frozenset(integers)
         if conversion is None:
             known = {source: rules[0].shape for source, rules in self.rules.items()}
             others = {name: known[source] for name, source in self.tied.items()}
@@ -70,14 +72,16 @@ class WeightLoader:
         """Hold the headers of a checkpoint against the rules, before any tensor is read.
 
         Raises:
-            CheckpointError: a tensor is missing, is of another shape, or is not the model's.
+            CheckpointError: a tensor is missing, is of another shape or a type that is no number's, or is not the model's.
         """
         self.names = Names(self.conversion, stored)
         files = {name: tensor.file for name, tensor in stored.items()}
-        headers = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in stored.items())
+        headers = ((name, tensor.on_meta()) for name, tensor in stored.items())
         seen: dict[str, str] = {}
         for name, source, tensor in self._wanted(headers, files):
             self._check_shape(self.rules[source][0], name, tensor.shape, files.get(name))
+            if source not in self.integers and not _is_number(tensor):
+                raise _no_number(name, tensor.dtype, file=files.get(name))
             if source in seen:
                 self._check_tied(source, seen[source], name)
             seen[source] = name
@@ -211,15 +215,25 @@ def _check_equal(source: str, names: tuple[str, str], tensors: tuple[torch.Tenso
 
 def _check_type(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
     """Numbers may be rounded to another float type; a quantized or integer tensor is not the number that it stands for."""
-    is_number = tensor.is_floating_point() and tensor.element_size() > 1
-    if tensor.dtype is not target.dtype and not (is_number and target.is_floating_point()):
-        raise CheckpointError(
-            "a tensor has a type that cannot be converted without a scale",
-            tensor=name,
-            found=tensor.dtype,
-            expected=target.dtype,
-            remedy="Use a checkpoint that is not quantized.",
-        )
+    if tensor.dtype is not target.dtype and not (_is_number(tensor) and target.is_floating_point()):
+        raise _no_number(name, tensor.dtype, expected=target.dtype)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _no_number(
+    name: str, found: torch.dtype, expected: torch.dtype | str = "a float of 16 bits or more", file: object = None
+) -> CheckpointError:
+    return CheckpointError(
+        "a tensor has a type that cannot be converted without a scale",
+        tensor=name,
+        file=file,
+        found=found,
+        expected=expected,
+        remedy="Use a checkpoint that is not quantized.",
+    )
 
 
 def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:

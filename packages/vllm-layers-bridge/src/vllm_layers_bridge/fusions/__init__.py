@@ -6,6 +6,7 @@
 from vllm_layers_bridge.fusions.attention_calls import AttentionCalls
 from vllm_layers_bridge.fusions.gate_up import GateUp
 from vllm_layers_bridge.fusions.gated_mlp import GatedMLP
+from vllm_layers_bridge.fusions.latent_attention import LatentAttention
 from vllm_layers_bridge.fusions.packed_mlp import PackedGatedMLP
 from vllm_layers_bridge.fusions.packed_qkv import PackedQKV
 from vllm_layers_bridge.fusions.protocol import Fusion, ModuleFacts, is_plain_linear
@@ -17,7 +18,9 @@ from vllm_layers_bridge.fusions.row_positions import RowPositions
 FUSIONS: tuple[Fusion, ...] = (
     RMSNorm(), GatedMLP(), GateUp(), PackedGatedMLP(), QKV(), PackedQKV(), Rotary(), AttentionCalls(), RowPositions(),
 )  # fmt: skip
-"""In order of priority: a fusion that takes a whole module goes before those that edit its forward."""
+"""In order of priority: a fusion that takes a whole module goes before those that edit its forward.
+
+`LatentAttention` is not among them: it is made for the sizes that an engine takes."""
 
 __all__ = [
     "FUSIONS",
@@ -26,6 +29,7 @@ __all__ = [
     "Fusion",
     "GateUp",
     "GatedMLP",
+    "LatentAttention",
     "ModuleFacts",
     "PackedGatedMLP",
     "PackedQKV",

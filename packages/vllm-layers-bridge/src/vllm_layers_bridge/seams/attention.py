@@ -15,8 +15,9 @@ from torch import nn
 
 from vllm_layers_bridge.errors import NotBuildable, WrongLayout
 from vllm_layers_bridge.layers.heads import heads_per_rank
+from vllm_layers_bridge.seams.latent import LatentLayer, build_latent_layer
 from vllm_layers_bridge.seams.leaf import turn_name
-from vllm_layers_bridge.specs import AttentionSpec
+from vllm_layers_bridge.specs import AttentionSpec, LatentSpec
 
 INTERFACE = "tf_backend"
 """Attention implementation under which the seam is registered with transformers."""
@@ -108,6 +109,8 @@ def attention_interface(
         )
     held = getattr(module, CHILD)
     layer = held.next() if isinstance(held, AttentionTurns) else held
+    if isinstance(layer, LatentLayer):
+        return layer(query, key, value), None
     tokens = query.shape[2]
     heads, width = query.shape[1], value.shape[3]
     size = getattr(layer, "head_size", None)
@@ -187,6 +190,28 @@ def attach_attention(
     built: nn.Module = layer
     _hold(module.get_submodule(holder), built, turn)
     return built
+
+
+def attach_latent_attention(
+    module: nn.Module,
+    spec: AttentionSpec,
+    latent: LatentSpec,
+    prefix: str,
+    *,
+    tensor_parallel: int,
+    cache_config: Any,
+    quant_config: Any,
+    turn: int | None = None,
+) -> nn.Module:
+    """Give `module`, whose forward hands shared features and latent to the interface, vLLM's latent attention, see `build_latent_layer`.
+
+    The arguments are those of `attach_attention`; the child `latent.projection` must be the layer that runs.
+    """
+    heads, _ = heads_per_rank(spec.num_heads, spec.num_kv_heads, tensor_parallel)
+    projection = module.get_submodule(latent.projection)
+    layer = build_latent_layer(spec, latent, heads, projection, prefix, cache_config, quant_config)
+    _hold(module, layer, turn)
+    return layer
 
 
 def _hold(owner: nn.Module, layer: nn.Module, turn: int | None) -> None:

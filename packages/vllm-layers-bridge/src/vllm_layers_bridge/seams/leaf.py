@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+VALUE_WIDTH = "engine_value_width"
+"""Attribute of a module with latent attention: features of a value head."""
+
 
 def attention_leaf(
     module: nn.Module,
@@ -20,8 +23,12 @@ def attention_leaf(
     attention_mask: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """([batch, tokens, heads, value_head_dim], None) for `query` [batch, heads, tokens, head_dim]; computes nothing."""
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    """([batch, tokens, heads, value_head_dim], None) for `query` [batch, heads, tokens, head_dim]; computes nothing.
+
+    Where `module` has `VALUE_WIDTH`, that is the width of a value head: it is given latents and no values.
+    """
+    width = getattr(module, VALUE_WIDTH, value.shape[3])
+    shape = (query.shape[0], query.shape[2], query.shape[1], width)
     return torch.empty(shape, dtype=query.dtype, device=query.device), None
 
 
