@@ -53,7 +53,8 @@ def _why_not(vllm_config: Any, head_size: int) -> str:
     """Why the backend that the platform selects does not take this size under these options; empty where it does."""
     if vllm_config.model_config.get_head_size() != head_size:
         return "vLLM sets up its cache for latent attention by the type of the model, and not for this one"
-    cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
+    cache = vllm_config.cache_config
+    dtype = vllm_config.model_config.dtype
     block = cache.block_size if cache.user_specified_block_size else None
     backend = _backend(vllm_config, head_size, block, is_latent=True)
     if isinstance(backend, str):
