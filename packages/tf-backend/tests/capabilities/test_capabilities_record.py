@@ -38,9 +38,9 @@ def test_recording_gives_the_shipped_bytes_and_leaves_the_environment() -> None:
     found = capabilities.installed()
     if found is None or f"{found.name}-{found.version}" not in capabilities.shipped_names():
         pytest.skip("no capabilities are shipped for the installed engine")
-    # A configuration of vLLM sets these two for a single rank; recording makes one.
+    # A configuration of vLLM sets these two for a single rank; recording makes one. An engine records with its model's type as the default.
     code = (
-        "import os, sys; from tf_backend import capabilities; "
+        "import os, sys, torch; from tf_backend import capabilities; torch.set_default_dtype(torch.bfloat16); "
         "sys.stdout.write(capabilities.record().to_json().decode()); "
         "assert not {'LOCAL_WORLD_SIZE', 'NUMEXPR_MAX_THREADS'} & set(os.environ)"
     )

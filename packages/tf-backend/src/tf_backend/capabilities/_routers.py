@@ -5,6 +5,8 @@ In: the router that vLLM makes for each form. Out: names of forms whose ids and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import moe_runner
 from moe_runner import RouterForm
 
@@ -23,12 +25,14 @@ def _gives(form: RouterForm) -> bool:
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn((_TOKENS, _EXPERTS), generator=generator).mul(2).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    # In an engine that starts, the type and the device that tensors have by default are the model's.
+    numbers: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    logits = torch.randn((_TOKENS, _EXPERTS), **numbers).mul(2).to(device)
     arguments = moe_runner.engine_arguments(form)
     correction = None
     if form.biased:  # some positive, most negative
-        correction = torch.rand(_EXPERTS, generator=generator).mul(2).sub(1.5).to(device)
+        correction = torch.rand(_EXPERTS, **numbers).mul(2).sub(1.5).to(device)
         arguments["e_score_correction_bias"] = correction
     try:
         router = create_fused_moe_router(top_k=_TOP_K, global_num_experts=_EXPERTS, **arguments)
