@@ -23,10 +23,10 @@ def latent_cache(vllm_config: Any, known: Capabilities) -> LatentCache:
     if not sizes:
         return LatentCache.of(known)
     if not vllm_config.model_config.use_mla:
-        return LatentCache((), "vLLM is told to use no latent attention (VLLM_MLA_DISABLE)")
+        return LatentCache(sizes, "vLLM is told to use no latent attention (VLLM_MLA_DISABLE)")
     why = {size: _why_not(vllm_config, sum(size)) for size in sizes}
     taken = tuple(size for size in sizes if not why[size])
-    return LatentCache(taken, next(iter(why.values())))
+    return LatentCache(taken) if taken else LatentCache(sizes, next(iter(why.values())))
 
 
 def check_expanded(vllm_config: Any, plan: Plan) -> None:

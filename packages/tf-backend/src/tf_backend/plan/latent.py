@@ -27,22 +27,26 @@ from tf_backend.plan.variants import VariantTable
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:
-    """What the engine's latent attention takes: pairs (features of the latent, shared features), and why nothing where there are none."""
+    """What the engine's latent attention takes: pairs (features of the latent, shared features); and why it takes none after all, or ""."""
 
     sizes: tuple[tuple[int, int], ...]
-    why_none: str
+    why_not: str = ""
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> LatentCache:
         """As the capabilities have it, whatever the options of an engine."""
-        return cls(capabilities.mla_sizes, f"latent attention of {capabilities.name} is not known to take any sizes")
+        unknown = f"latent attention of {capabilities.name} is not known to take any sizes"
+        return cls(capabilities.mla_sizes, "" if capabilities.mla_sizes else unknown)
+
+    @property
+    def taken(self) -> tuple[tuple[int, int], ...]:
+        """The pairs that are served latent."""
+        return () if self.why_not else self.sizes
 
     def why_expanded(self, rank: int, rope: int) -> str:
         """Why the engine does not take these sizes; empty where it does."""
-        if not self.sizes:
-            return self.why_none
-        if (rank, rope) in self.sizes:
-            return ""
+        if (rank, rope) in self.sizes or not self.sizes:
+            return self.why_not
         taken = ", ".join(f"{one} with {other}" for one, other in self.sizes)
         return f"the engine's latent attention takes {taken} shared features, and this has {rank} with {rope}"
 

@@ -87,7 +87,7 @@ def make_plan(
         return _refused(model, parallel, capabilities, refusals)
     with moe_runner.experts_passed_by(model):
         cache = latent or LatentCache.of(capabilities)
-        chosen = (*installed_fusions(), LatentAttention(cache.sizes)) if fusions is None else fusions
+        chosen = (*installed_fusions(), LatentAttention(cache.taken)) if fusions is None else fusions
         return _plan(model, parallel, capabilities, chosen, split, cache)
 
 
