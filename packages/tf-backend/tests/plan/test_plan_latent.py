@@ -14,7 +14,7 @@ from tf_backend.plan.planner import make_plan
 from tf_backend.plan.schema import LatentPlan, Plan
 from transformers import PreTrainedModel
 from vllm_layers_bridge.fusions import LatentAttention
-from vllm_layers_bridge.specs import LatentSpec
+from vllm_layers_bridge.specs import LatentSpec, LinearSpec
 
 SIZES = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 SIZES |= {"num_key_value_heads": 4}
@@ -55,6 +55,17 @@ def test_sizes_that_the_engine_takes_are_cached_compressed(plan_of: Callable[...
     (variant,) = (v for v in plan.variants if any(fusion.name == LatentAttention.name for fusion in v.fusions))
     assert variant.diff is not None
     assert "-    key_states, value_states = self.expand_kv(" in variant.diff
+
+
+def test_heads_are_split_over_ranks_and_latents_are_not(
+    model_of: Callable[..., PreTrainedModel], platform: Capabilities
+) -> None:
+    model = model_of("youtu", **{**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    plan = make_plan(model, Parallel(tensor=2), platform).plan
+    assert plan.is_served, plan.refusals
+    assert {attention.latent for attention in plan.attention} == {LatentSpec("kv_b_proj", 512, 64)}
+    styles = {m.name.rpartition(".")[2]: s.style for m in plan.modules for s in m.layers if isinstance(s, LinearSpec)}
+    assert (styles["kv_a_proj_with_mqa"], styles["kv_b_proj"], styles["o_proj"]) == ("replicated", "column", "row")
 
 
 def test_an_engine_without_it_expands_and_says_why(

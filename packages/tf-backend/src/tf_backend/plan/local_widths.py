@@ -8,7 +8,7 @@ computes node by node what the whole one computes, but for those sizes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from fx_match import LeafCall, Trace, trace
 from torch import fx, nn
 from vllm_layers_bridge.layers.linear import qkv_split_sizes
 from vllm_layers_bridge.layers.rotary import Rotary
-from vllm_layers_bridge.seams.leaf import attention_leaf, holder_name
-from vllm_layers_bridge.specs import ActivationAndMulSpec, MergedLinearSpec, QKVLinearSpec, RotarySpec
+from vllm_layers_bridge.seams.leaf import attention_leaf
+from vllm_layers_bridge.specs import ActivationAndMulSpec, AttentionSpec, MergedLinearSpec, QKVLinearSpec, RotarySpec
 
 from tf_backend.generated import derive
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.observe import ModuleCall
-from tf_backend.plan.on_meta import HalfProduct, copied, fresh, meta_linear, shapes
+from tf_backend.plan.on_meta import HalfProduct, copied, fresh, meta_linear, prepare_calls, shapes
 from tf_backend.plan.placement import Packed, Shards, Spelled, Styles, Unplaced, linear_sizes
 from tf_backend.plan.schema import LocalAttribute, ModulePlan
 
@@ -36,16 +36,15 @@ def check_at_local_widths(
     rewrites: Mapping[str, CompiledRewrite],
     ranks: int,
     sizes: tuple[LocalAttribute, ...] = (),
-    calls: int = 0,
+    attention: Sequence[AttentionSpec] = (),
 ) -> None:
-    """Run the forward that will run, with the widths of one rank and `calls` of attention; Unplaced if it fails or returns other shapes."""
+    """Run the forward that will run, at the widths of one rank and with these calls of attention; Unplaced if it fails or gives other shapes."""
     kind = type(module)
     if plan.variant is not None and plan.variant in rewrites:
         kind = derive(kind, rewrites[plan.variant])
     local = _narrowed(module, kind, styles, ranks)
     _merge(local, module, plan, ranks)
-    if calls > 1:
-        local._modules.update({holder_name(at): nn.Module() for at in range(calls)})
+    prepare_calls(local, attention)
     for size in sizes:
         local.__dict__[size.name] = size.local
     given, given_locally = ((fresh(call.args), fresh(call.kwargs)) for _ in range(2))

@@ -84,11 +84,16 @@ def _made(
         made._modules[layer.name] = meta_linear(layer.in_features, sum(s.size for s in layer.sources), like)
         if isinstance(layer, QKVLinearSpec):
             made.__dict__[layer.sizes_attribute] = qkv_split_sizes(layer, 1)
+    prepare_calls(made, attention)
+    return made
+
+
+def prepare_calls(made: nn.Module, attention: Sequence[AttentionSpec]) -> None:
+    """What a rewritten forward asks its module for in these calls of attention: a holder for each of several, the width of a value."""
     if len(attention) > 1:
         made._modules.update({holder_name(at): nn.Module() for at in range(len(attention))})
     elif attention:
         made.__dict__[VALUE_WIDTH] = attention[0].value_head_dim
-    return made
 
 
 def _calls(call: ModuleCall, lengths: Sequence[int]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -152,7 +152,7 @@ def _split(
         sizes = local_attributes(module, call, styles, whole, ranks)
         if any(table.is_read_from_outside(size.name) for size in sizes):
             raise Unplaced(f"`{sizes[0].name}`, a size that would be split, is read from outside of it too")
-        check_at_local_widths(module, plan, call, styles, rewrites, ranks, sizes, len(specs))
+        check_at_local_widths(module, plan, call, styles, rewrites, ranks, sizes, specs)
     except (Unplaced, BridgeError) as problem:
         return str(problem)
     return _Split(styles, sizes)
