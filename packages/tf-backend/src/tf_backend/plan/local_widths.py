@@ -38,7 +38,7 @@ def check_at_local_widths(
     sizes: tuple[LocalAttribute, ...] = (),
     attention: Sequence[AttentionSpec] = (),
 ) -> None:
-    """Run the forward that will run, at the widths of one rank and with these calls of attention; Unplaced if it fails or gives other shapes."""
+    """Run the forward that will run, at one rank's widths and with these calls of attention; Unplaced if it fails or gives other shapes."""
     kind = type(module)
     if plan.variant is not None and plan.variant in rewrites:
         kind = derive(kind, rewrites[plan.variant])
