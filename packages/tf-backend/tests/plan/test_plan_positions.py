@@ -11,7 +11,7 @@ from tf_backend.capabilities import Capabilities
 from tf_backend.plan import Parallel
 from tf_backend.plan.counted import counting_modules
 from tf_backend.plan.planner import make_plan
-from tf_backend.plan.positions import position_refusals, reaches
+from tf_backend.plan.positions import position_notes, position_refusals, reaches
 from tf_backend.plan.schema import Plan
 from torch import nn
 from transformers import PreTrainedModel
@@ -41,13 +41,13 @@ def test_frequencies_that_grow_with_the_length(plan_of: Plans) -> None:
     assert plan.is_served
     assert tables(plan) == {"model.rotary_emb": PositionTableSpec("", 1, 256, "each its own")}
     assert not any(name.startswith("model.rotary_emb") for name in plan.buffers)
-    assert list(position_refusals(plan, 256)) == []
-    (refusal,) = position_refusals(plan, 257)
-    assert (
-        "`model.rotary_emb` changes its frequencies with the length of a sequence from 256 tokens on" in refusal.reason
-    )
-    assert refusal.remedy.startswith("Set `--max-model-len 256` or less, or use `--model-impl vllm`")
-    assert [str(reach)[:56] for reach in reaches(plan)] == ["served for sequences of up to 256 tokens: `model.rotary_"]
+    assert list(position_refusals(plan, 1024)) == []
+    assert list(position_notes(plan, 256)) == []
+    (note,) = position_notes(plan, 257)
+    assert note == str(next(reaches(plan)))
+    assert "`model.rotary_emb` changes its frequencies with the length of a sequence from 256 tokens on" in note
+    assert "a longer prompt that it is given at once it rotates otherwise" in note
+    assert "--max-model-len 256" in note
 
 
 def test_two_sets_of_frequencies_are_served_up_to_the_first_of_them(plan_of: Plans) -> None:
@@ -58,6 +58,10 @@ def test_two_sets_of_frequencies_are_served_up_to_the_first_of_them(plan_of: Pla
     (refusal,) = position_refusals(plan, 129)
     assert "--max-model-len 128" in refusal.remedy
     assert refusal.module == "model.rotary_emb"
+    assert list(position_notes(plan, 129)) == []
+    assert str(next(reaches(plan))).startswith(
+        "served for sequences of up to 128 tokens: `model.rotary_emb` has one set of"
+    )
 
 
 def test_a_longest_position_that_nothing_is_made_of(plan_of: Plans) -> None:

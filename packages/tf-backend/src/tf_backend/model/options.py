@@ -30,8 +30,8 @@ def check_engine_options(vllm_config: Any) -> None:
         method = vllm_config.model_config.quantization
         if getattr(vllm_config.model_config.hf_config, "quantization_config", None) is None:
             raise OptionRefused(
-                f"tf-backend does not quantize weights when it loads them yet. Leave out `--quantization {method}`, or use "
-                "`--model-impl vllm`."
+                f"tf-backend does not serve weights that are quantized when they are loaded yet. Leave out `--quantization {method}`, "
+                "or use `--model-impl vllm`."
             )
         raise OptionRefused(
             f"tf-backend does not serve quantized checkpoints yet, and this one is quantized by `{method}`. "

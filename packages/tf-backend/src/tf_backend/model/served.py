@@ -26,6 +26,7 @@ from tf_backend.model.prepare import prepare
 from tf_backend.model.stage import Passage, absent_modules, lies_in, make_stage
 from tf_backend.names import REFUSED
 from tf_backend.plan.counted import counting_modules
+from tf_backend.plan.positions import position_notes
 from tf_backend.plan.schema import Plan, Refusal
 
 HIDDEN = "hidden_states"
@@ -119,6 +120,8 @@ class TransformersForCausalLM(nn.Module):
             head = Head(plan.head, projection, getattr(projection, "bias", None), modules)
         self._parts = _Parts(decoder, head, model.get_input_embeddings())
         self._log()
+        for note in position_notes(plan, vllm_config.model_config.max_model_len):
+            logger.warning(note)
 
     def _log(self) -> None:
         for count in self.plan.summary():

@@ -6,7 +6,8 @@ with a stand-in that gives values of the right shapes on meta, and the original 
 applied.
 
 What a table holds at position p is what the module gives for a sequence that ends at p. Below the first position at which the module
-changes its state that is, for every sequence, what transformers computes, and so far it is served.
+changes its state that is, for every sequence, what transformers computes; from there on it is what transformers computes when it
+generates token by token.
 """
 
 from __future__ import annotations
@@ -95,14 +96,20 @@ def tabled_modules(model: nn.Module) -> dict[str, Tabled]:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Up to how many tokens sequences are served for the sake of one module, why no further, and what else to do than to ask for less."""
+    """Up to how many tokens sequences are what transformers computes for the sake of one module, why no further, and what else to do.
+
+    Longer ones are refused, unless there is a result of transformers' own that they equal: then `beyond` says which.
+    """
 
     tokens: int
     module: str
     why: str
     otherwise: str = ""
+    beyond: str = ""
 
     def __str__(self) -> str:
+        if self.beyond:
+            return f"`{self.module}` {self.why}. {self.beyond}. Set `--max-model-len {self.tokens}` to stay within"
         return f"served for sequences of up to {self.tokens:,} tokens: `{self.module}` {self.why}"
 
 
@@ -129,25 +136,29 @@ def reaches(plan: Plan) -> Iterator[Reach]:
                 )
                 yield Reach(below, module.name, why, ", or use `--model-impl vllm`, which takes the second set for all")
             else:
-                why = (
-                    f"changes its frequencies with the length of a sequence from {below} tokens on: the keys that are in the engine's "
-                    "cache by then have others, and transformers itself gives another result for a prompt than for its tokens one by one"
+                why = f"changes its frequencies with the length of a sequence from {below} tokens on"
+                beyond = (
+                    "Tokens beyond are rotated as transformers does when it generates token by token; a longer prompt that it is given at "
+                    "once it rotates otherwise, its first tokens too"
                 )
-                yield Reach(
-                    below, module.name, why, ", or use `--model-impl vllm`, which takes one set of frequencies for all"
-                )
+                yield Reach(below, module.name, why, beyond=beyond)
 
 
 def position_refusals(plan: Plan, longest: int) -> Iterator[Refusal]:
     """The bounds that lie below what the engine is asked for."""
     for reach in reaches(plan):
-        if longest > reach.tokens:
+        if longest > reach.tokens and not reach.beyond:
             yield Refusal(
                 f"`{reach.module}` {reach.why}. The engine is asked for sequences of up to {longest} tokens",
                 reach.module,
                 None,
                 f"Set `--max-model-len {reach.tokens}` or less{reach.otherwise}.",
             )
+
+
+def position_notes(plan: Plan, longest: int) -> Iterator[str]:
+    """What a user should know of sequences as long as the engine is asked for."""
+    return (str(reach) for reach in reaches(plan) if reach.beyond and longest > reach.tokens)
 
 
 def _is_of_positions(real: nn.Module, call: PositionCall) -> bool:
