@@ -84,21 +84,7 @@ def plan_latent(
 
     The model must be on meta and observed, as it is when its modules are traced.
     """
-    found = Counter(_found(model, seen, table, attention, modules, cache))
-    return tuple(
-        LatentPlan(cls, count, rank, rope, expanded, rank + rope, reason)
-        for (cls, rank, rope, expanded, reason), count in found.items()
-    )
-
-
-def _found(
-    model: nn.Module,
-    seen: Observation,
-    table: VariantTable,
-    attention: tuple[AttentionPlan, ...],
-    modules: tuple[ModulePlan, ...],
-    cache: LatentCache,
-) -> Iterator[tuple[str, int, int, int, str]]:
+    found: Counter[tuple[str, int, int, int, str]] = Counter()
     by_id = {built.variant.id: built.variant for built in table.built}
     variants = {plan.name: by_id[plan.variant] for plan in modules if plan.variant is not None}
     for plan in attention:
@@ -110,7 +96,11 @@ def _found(
         reason = ""
         if plan.latent is None:
             reason = cache.why_expanded(spec.rank, spec.rope) or _missed(variants.get(plan.module))
-        yield type(module).__name__, spec.rank, spec.rope, expanded, reason
+        found[type(module).__name__, spec.rank, spec.rope, expanded, reason] += 1
+    return tuple(
+        LatentPlan(cls, count, rank, rope, expanded, rank + rope, reason)
+        for (cls, rank, rope, expanded, reason), count in found.items()
+    )
 
 
 def _rewritten(modules: tuple[ModulePlan, ...], variants: tuple[Variant, ...]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from vllm_layers_bridge.errors import NotFusable
 from vllm_layers_bridge.fusions.attention_calls import attention_nodes
 from vllm_layers_bridge.fusions.children import linears_above, only_input, other_use, plain_linear
 from vllm_layers_bridge.fusions.protocol import ModuleFacts
-from vllm_layers_bridge.fusions.source import receiver, require_same_forward
+from vllm_layers_bridge.fusions.source import own_span, receiver, require_same_forward
 from vllm_layers_bridge.seams.leaf import attention_leaf
 from vllm_layers_bridge.specs import LatentSpec, LayerSpec
 
@@ -93,7 +93,9 @@ class LatentAttention:
         require_same_forward(trace, patch)
         if (use := other_use(trace, match["projection"])) is not None:
             raise Refused(use[1])
-        own = _own(trace, match["projection"])
+        span = trace.span(match["projection"])
+        assert span is not None, "what was matched has a place"
+        own = own_span(span)
         made = patch.source.expression_at(own)
         assert isinstance(made, ast.Call)
         order: _Order = match["order"]
@@ -169,7 +171,7 @@ def _method(trace: Trace, span: fx_match.SourceSpan) -> str | None:
     """``expand`` where the forward has ``self.expand(latent, shared)`` at `span`."""
     try:
         source = FunctionSource.of(trace.module_class.forward)
-        call = source.expression_at(SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col))
+        call = source.expression_at(own_span(span))
     except RewriteError:
         return None
     if (
@@ -256,12 +258,6 @@ def _linears(node: Any, trace: Trace) -> frozenset[fx.Node]:
 def _width(module: nn.Module, linears: frozenset[fx.Node], name: str) -> int:
     (linear,) = linears
     return int(getattr(module.get_submodule(str(linear.target)), name))
-
-
-def _own(trace: Trace, node: fx.Node) -> SourceSpan:
-    span = trace.span(node)
-    assert span is not None, "what was matched has a place"
-    return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
 
 
 def _miss(found: Match, reason: str) -> Miss:

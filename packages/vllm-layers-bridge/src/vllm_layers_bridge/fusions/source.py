@@ -35,7 +35,7 @@ def source_span(trace: Trace, node: fx.Node) -> SourceSpan:
     if location.span is None or location.helper_span is not None or location.function != trace.code.co_name:
         where = f"in `{location.function}`, {location}" if location.function else "at no known place"
         raise Refused(f"`{node.name}` was made {where}, and only the forward itself is rewritten")
-    return _own(location.span)
+    return own_span(location.span)
 
 
 def argument_span(patch: Patch, call: SourceSpan) -> SourceSpan:
@@ -114,9 +114,9 @@ def pure_calls(trace: Trace) -> Callable[[ast.Call], bool]:
 
     def is_pure(call: ast.Call) -> bool:
         span = SourceSpan.of(call)
-        if not trace.complete or any(span.contains(_own(other)) for other in (*asked, *wrote)):
+        if not trace.complete or any(span.contains(own_span(other)) for other in (*asked, *wrote)):
             return False
-        return is_known or any(span.contains(_own(other)) for other in ran)
+        return is_known or any(span.contains(own_span(other)) for other in ran)
 
     return is_pure
 
@@ -156,7 +156,7 @@ def settle_presence(patch: Patch, child: str) -> None:
 
 def require_nothing_lost(trace: Trace, patch: Patch, span: SourceSpan, kept: SourceSpan) -> None:
     """Raises Refused if the expression at `span`, which is to go but for what lies at `kept`, does more than what the graph shows."""
-    shown = {_own(own) for node in trace.graph.nodes if (own := trace.location(node).span) is not None}
+    shown = {own_span(own) for node in trace.graph.nodes if (own := trace.location(node).span) is not None}
     stack: list[ast.AST] = [patch.source.expression_at(span)]
     while stack:
         node = stack.pop()
@@ -243,7 +243,8 @@ def _is_from_outside(source: FunctionSource, node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id not in _locals(source)
 
 
-def _own(span: fx_match.SourceSpan) -> SourceSpan:
+def own_span(span: fx_match.SourceSpan) -> SourceSpan:
+    """A span of the trace as one of the patch."""
     return SourceSpan(span.lineno, span.col, span.end_lineno, span.end_col)
 
 
