@@ -103,7 +103,8 @@ def run(name: str, tensors: tuple[ExpertTensor, ...]) -> tuple[float, float]:
     values = {tensor.name: torch.randn(shapes[tensor.name]) * 0.4 for tensor in tensors}
     parameters = dict(layer.named_parameters())
     for tensor in tensors:
-        getattr(parameters[parameter_of(tensor)], LOADER)(values[tensor.name], tensor)
+        parameter = parameters[parameter_of(tensor)]
+        getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
     routed: Any = layer.runner.routed_experts
     routed.quant_method.process_weights_after_loading(routed)
     x, weights = torch.randn(T, H), torch.rand(T, K) - 0.3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,8 @@ def loaded(
 ) -> dict[tuple[str, int], Tensor]:
     spec = ExpertsSpec(E, 2, H, M, gate or Gate("silu"), (tensor,), (0, 1, 2))
     ExpertLoader(spec, interleaved, routed).attach()
-    getattr(routed.get_parameter(name), LOADER)(value, tensor)
+    parameter = routed.get_parameter(name)
+    getattr(parameter, LOADER)(parameter, value, tensor)
     assert all(given == name for given, *_ in routed.given)
     return {(shard, expert): part for _, shard, expert, part in routed.given}
 
@@ -119,5 +122,19 @@ def test_each_parameter_gets_a_loader_of_its_own() -> None:
     routed = Routed()
     spec: Any = ExpertsSpec(E, 2, H, M, Gate("silu"), (BOTH,), (0, 1, 2))
     ExpertLoader(spec, False, routed).attach()
-    getattr(routed.w2_bias, LOADER)(torch.randn(E, H), ExpertTensor("b", ("down",), bias=True))
+    getattr(routed.w2_bias, LOADER)(routed.w2_bias, torch.randn(E, H), ExpertTensor("b", ("down",), bias=True))
     assert {name for name, *_ in routed.given} == {"w2_bias"}
+
+
+def test_a_parameter_that_is_replaced_is_gone_at_once() -> None:
+    """The engine packs weights into new parameters and puts off the collector: one in a cycle would be held beside its successor."""
+    routed = Routed()
+    spec = ExpertsSpec(E, 2, H, M, Gate("silu"), (BOTH,), (0, 1, 2))
+    ExpertLoader(spec, False, routed).attach()
+    replaced = weakref.ref(routed.w13_weight)
+    gc.disable()
+    try:
+        routed.w13_weight = nn.Parameter(torch.zeros(1))
+        assert replaced() is None
+    finally:
+        gc.enable()

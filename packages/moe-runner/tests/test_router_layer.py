@@ -123,7 +123,8 @@ def difference(form: RouterForm, prefix: str) -> float:
     values = {"gate_up": torch.randn(E, 2 * M, H) * 0.2, "down": torch.randn(E, H, M) * 0.2}
     parameters = dict(layer.named_parameters())
     for tensor in TENSORS:
-        getattr(parameters[parameter_of(tensor)], LOADER)(values[tensor.name], tensor)
+        parameter = parameters[parameter_of(tensor)]
+        getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
     routed: Any = layer.runner.routed_experts
     routed.quant_method.process_weights_after_loading(routed)
     x, logits = torch.randn(T, H), torch.randn(T, E) * 2

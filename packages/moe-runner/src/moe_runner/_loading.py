@@ -6,6 +6,7 @@ so that experts of other ranks are left out and the features between the project
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from moe_runner._layouts import halves, of_expert
 from moe_runner.specs import ExpertsSpec, ExpertTensor, Half
 
 LOADER = "load_experts"
-"""Attribute of a parameter of the runner: a function of a tensor and its `ExpertTensor`."""
+"""Attribute of a parameter of the runner: a function of that parameter, a tensor and its `ExpertTensor`.
+
+It does not hold the parameter. The engine replaces one whose weights it packs, and a parameter that holds itself stays in memory until
+the collector runs, which the engine puts off.
+"""
 
 _SHARDS: dict[Half, str] = {"gate": "w1", "down": "w2", "up": "w3"}
 
@@ -37,7 +42,7 @@ class ExpertLoader:
     def attach(self) -> None:
         """Give each parameter the attribute `LOADER`."""
         for name, parameter in self.routed.named_parameters():
-            setattr(parameter, LOADER, _Bound(self, name, parameter))
+            setattr(parameter, LOADER, partial(self.load, name))
 
     def load(self, name: str, parameter: Tensor, value: Tensor, tensor: ExpertTensor) -> None:
         """Copy what of `value` belongs to this rank into `parameter`."""
@@ -71,10 +76,3 @@ class ExpertLoader:
     def _is_not_first_of_split(self) -> bool:
         return bool(self.routed.moe_config.tp_rank)
 
-
-class _Bound:
-    def __init__(self, loader: ExpertLoader, name: str, parameter: Tensor) -> None:
-        self.loader, self.name, self.parameter = loader, name, parameter
-
-    def __call__(self, value: Tensor, tensor: ExpertTensor) -> None:
-        self.loader.load(self.name, self.parameter, value, tensor)

@@ -238,7 +238,7 @@ def _no_number(
 
 def _copy(target: nn.Parameter | torch.Tensor, tensor: torch.Tensor, rule: WeightRule) -> None:
     if rule.experts is not None:
-        getattr(target, moe_runner.LOADER)(tensor, rule.experts)
+        getattr(target, moe_runner.LOADER)(target, tensor, rule.experts)
         return
     tensor = _part(tensor, rule)
     loader = getattr(target, "weight_loader", None)
