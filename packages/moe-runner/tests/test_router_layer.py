@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from moe_runner import (
     RouterSpec,
     Routing,
     build_experts,
+    build_router,
+    gate_parameters,
     parameter_of,
     probes,
     route,
@@ -55,6 +58,63 @@ def test_a_router_gives_its_logits(dtype: torch.dtype) -> None:
     assert torch.equal(given[0], x.view(10, H).float() @ router.w.float().T + router.b.float())
     assert RouterLogits(RouterSpec("w", 0, 1, False), router)(x)[0].dtype == dtype
     assert {name: id(p) for name, p in layer.named_parameters()} == {n: id(p) for n, p in router.named_parameters()}
+
+
+def test_a_gate_takes_the_tensors_of_its_router() -> None:
+    router, gate = Router(), nn.Linear(H, E)
+    spec = RouterSpec("w", 0, 2, float32=True, bias="b", engine_gate=True)
+    layer = RouterLogits(spec, router, gate)
+    assert gate_parameters(spec) == {"w": "engine_gate.weight", "b": "engine_gate.bias"}
+    assert {name for name, _ in layer.named_parameters()} == {
+        *gate_parameters(spec).values(),
+        "inner.weight",
+        "inner.bias",
+    }
+    x = torch.randn(2, 5, H)
+    assert torch.equal(layer(x)[1], gate(x.view(10, H)))
+    assert gate_parameters(RouterSpec("w", 0, 2, float32=True)) == {}
+
+
+def gates() -> dict[str, float]:
+    """For each kind of gate of the engine's, how far its logits are from the product in float64, of their largest."""
+    found = {}
+    kinds = itertools.product(
+        (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), (True, False), ("", "b")
+    )
+    for at, (dtype, given, float32, bias) in enumerate(kinds):
+        if (given, dtype, float32) == (torch.bfloat16, torch.float32, False):
+            continue  # the model's own product would fail
+        torch.manual_seed(at)
+        router = Router()
+        router.b = nn.Parameter(router.b.view(-1))
+        torch.set_default_dtype(dtype)
+        layer = build_router(
+            RouterSpec("w", 0, 1, float32, bias=bias, engine_gate=True), router, f"model.layers.{at}.gate"
+        )
+        torch.set_default_dtype(torch.float32)
+        gate: Any = layer.engine_gate
+        w, b = router.w.to(dtype), router.b.to(dtype)
+        gate.weight_loader(gate.weight, w)
+        if bias:
+            gate.weight_loader(gate.bias, b)
+        gate.quant_method.process_weights_after_loading(gate)
+        x = torch.randn(T, H).to(given)
+        (logits,) = layer(x)
+        assert logits.dtype == (torch.float32 if float32 else dtype)
+        exact = x.double() @ w.double().T + (b.double() if bias else 0.0)
+        found[f"{dtype} {given} {float32} {bias}"] = float((logits - exact).abs().max() / exact.abs().max())
+    return found
+
+
+@pytest.mark.engine
+def test_the_gate_of_the_engine_gives_logits_in_the_type_of_the_router(in_vllm: Callable[..., Any]) -> None:
+    """Those of float32 are not rounded to 16 bits on the way, whatever the weight is in: 1 in 256 of the largest would show."""
+    found = in_vllm(gates)
+    assert len(found) == 14
+    assert max(value for kind, value in found.items() if "True" in kind or kind.startswith("torch.float32")) < 1e-5, (
+        found
+    )
+    assert 1e-5 < max(found.values()) < 1e-2, found
 
 
 def test_a_layer_of_the_router_is_called_whatever_takes_its_place() -> None:

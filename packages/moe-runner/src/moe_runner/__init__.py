@@ -18,7 +18,7 @@ from moe_runner._router_reading import Router, read_router
 from moe_runner._router_site import RouterSite, find_router
 from moe_runner._rows import RowsGiven, read_rows
 from moe_runner.layer import RoutedExperts, build_experts
-from moe_runner.router_layer import RouterLogits
+from moe_runner.router_layer import RouterLogits, build_router, gate_parameters
 from moe_runner.routers import Place, RouterForm, RouterSpec, Routing
 from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
 from moe_runner.written import WRITTEN, WrittenExperts, keep_experts
@@ -51,10 +51,12 @@ __all__ = [
     "WrittenExpertsSpec",
     "asked_of_engine",
     "build_experts",
+    "build_router",
     "engine_activation",
     "engine_arguments",
     "experts_passed_by",
     "find_router",
+    "gate_parameters",
     "is_routed_call",
     "is_rows_call",
     "keep_experts",

@@ -75,4 +75,3 @@ class ExpertLoader:
 
     def _is_not_first_of_split(self) -> bool:
         return bool(self.routed.moe_config.tp_rank)
-

@@ -242,13 +242,17 @@ class _Reading:
         float32, is_called = self._in_16_bits(owner)
         if is_layer is not is_called:
             raise _Unread("its router does not call the layer that holds its weight, or calls a layer of its own")
+        bias = "" if roles.linear is None else str(roles.linear[1])
+        own = self.original._parameters
+        is_own = isinstance(own.get(self.matrix), Tensor) and (not bias or getattr(own.get(bias), "ndim", 0) == 1)
         return RouterSpec(
             weight=self.matrix,
-            bias="" if roles.linear is None else str(roles.linear[1]),
+            bias=bias,
             child=owner if is_layer else "",
             hidden=self.hidden,
             outputs=self.outputs,
             float32=float32,
+            engine_gate=is_own,
         )
 
     def _in_16_bits(self, owner: str) -> tuple[bool, bool]:

@@ -61,6 +61,7 @@ class RouterSpec(msgspec.Struct, frozen=True, tag="router", omit_defaults=True):
     child: its linear layer, where it is called as a layer; its parameters are `weight` and `bias` then.
     float32: logits are computed in float32, whatever the weight's type; otherwise in the weight's.
     hidden: where hidden states stand in the call. outputs: how many values it returned; the logits stand in the place of each.
+    engine_gate: `weight` and `bias` are loaded into the engine's linear layer for gates, below `RouterLogits`, and are not held by itself.
     """
 
     weight: str
@@ -70,6 +71,7 @@ class RouterSpec(msgspec.Struct, frozen=True, tag="router", omit_defaults=True):
     bias: str = ""
     child: str = ""
     name: str = ""
+    engine_gate: bool = False
 
 
 class Routing(msgspec.Struct, frozen=True, omit_defaults=True):

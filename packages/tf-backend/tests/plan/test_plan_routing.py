@@ -42,15 +42,34 @@ def why(plan: Plan) -> str:
     return reason
 
 
-def test_the_router_gives_logits_and_its_weight_keeps_its_name(plan_of: Plans) -> None:
+def test_the_router_gives_logits_by_the_gate_of_the_engine(plan_of: Plans) -> None:
     plan = plan_of("mixtral")
     layers = layers_of(plan)
-    assert layers[f"{MLP}.gate"] == RouterSpec("weight", 0, 3, float32=False)
+    assert layers[f"{MLP}.gate"] == RouterSpec("weight", 0, 3, float32=False, engine_gate=True)
     assert layers[f"{MLP}.experts"].routing == Routing(RouterForm("softmax", renormalised=True))
     assert {rule.source: rule.target for rule in plan.weights if ".gate." in rule.source} == {
-        f"model.layers.{layer}.mlp.gate.weight": f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)
+        f"model.layers.{layer}.mlp.gate.weight": f"model.layers.{layer}.mlp.gate.engine_gate.weight"
+        for layer in range(2)
     }
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_gate_that_others_read_keeps_its_weight(model_of: Models) -> None:
+    model = model_of("mixtral")
+    decoder_layer = model.get_submodule("model.layers.0")
+
+    class Reads(type(decoder_layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            out: torch.Tensor = super().forward(*args, **kwargs) + self.mlp.gate.weight.mean()
+            return out
+
+    decoder_layer.__class__ = Reads
+    plan = make_plan(model, Parallel(), capabilities.shipped()).plan
+    kept, moved = (layers_of(plan)[f"model.layers.{layer}.mlp.gate"] for layer in range(2))
+    assert (kept.engine_gate, moved.engine_gate) == (False, True)
+    assert {rule.target for rule in plan.weights if ".gate." in rule.source} == {
+        f"{MLP}.gate.weight", "model.layers.1.mlp.gate.engine_gate.weight",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -59,7 +78,7 @@ def test_groups_and_a_correction(ranks: int, model_of: Models) -> None:
     plan = make_plan(model, Parallel(tensor=ranks), capabilities.shipped()).plan
     form = RouterForm("sigmoid", True, 4, 2, "top2", renormalised=True, epsilon=1e-20, scaling=2.5)
     assert layers_of(plan)[f"{MLP}.experts"].routing == Routing(form, f"{MLP}.gate.e_score_correction_bias")
-    assert layers_of(plan)[f"{MLP}.gate"] == RouterSpec("weight", 0, 3, float32=True)
+    assert layers_of(plan)[f"{MLP}.gate"] == RouterSpec("weight", 0, 3, float32=True, engine_gate=True)
     assert {rule.target for rule in plan.weights if rule.source.endswith("bias")} >= {
         f"{MLP}.gate.e_score_correction_bias"
     }

@@ -129,7 +129,7 @@ def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: 
             correction = _tensor_on(model, spec.routing.correction, device)
         _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config, correction))
     elif isinstance(spec, RouterSpec):
-        _set(model, plan.name, moe_runner.RouterLogits(spec, model.get_submodule(plan.name)))
+        _set(model, plan.name, moe_runner.build_router(spec, model.get_submodule(plan.name), name))
     elif isinstance(spec, WrittenExpertsSpec):
         _set(model, plan.name, moe_runner.keep_experts(spec, model.get_submodule(plan.name), name))
     else:

@@ -140,12 +140,16 @@ def plan_weights(model: PreTrainedModel, plans: tuple[ModulePlan, ...]) -> tuple
     tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in held)
     copies = tied_copies(model)
     stacked = _expert_tensors(plans)
+    gates = _gate_tensors(plans)
     written = tuple(plan.name for plan in plans if any(isinstance(layer, WrittenExpertsSpec) for layer in plan.layers))
     for name, tensor in tensors.items():
         for place in (name, *copies.get(name, ())):
             if place in stacked:
                 target, part = stacked[place]
                 rules.append(WeightRule(name, target, None, tuple(tensor.shape), experts=part))
+                continue
+            if place in gates:
+                rules.append(WeightRule(name, gates[place], None, tuple(tensor.shape)))
                 continue
             owner, _, leaf = place.rpartition(".")
             kept = next((name for name in written if place.startswith(f"{name}.")), None)
@@ -195,6 +199,17 @@ def _expert_tensors(plans: tuple[ModulePlan, ...]) -> dict[str, tuple[str, Exper
         for layer in plan.layers
         if isinstance(layer, ExpertsSpec)
         for tensor in layer.tensors
+    }
+
+
+def _gate_tensors(plans: tuple[ModulePlan, ...]) -> dict[str, str]:
+    """Tensors of routers that the engine's linear layer for gates holds, by full name: the parameter that each goes to."""
+    return {
+        f"{plan.name}.{old}": f"{plan.name}.{new}"
+        for plan in plans
+        for layer in plan.layers
+        if isinstance(layer, RouterSpec)
+        for old, new in moe_runner.gate_parameters(layer).items()
     }
 
 

@@ -79,7 +79,10 @@ class Routers:
             if not self._is_loaded(correction):
                 return "what it adds to its scores is no parameter or buffer that a checkpoint holds"
         routing = Routing(read.form, correction)
-        return Inside(msgspec.structs.replace(spec, routing=routing), router, read.spec)
+        logits = msgspec.structs.replace(
+            read.spec, engine_gate=read.spec.engine_gate and router not in self.seen.borrowed
+        )
+        return Inside(msgspec.structs.replace(spec, routing=routing), router, logits)
 
     def _read(self, router: str, site: RouterSite, num_experts: int) -> Router:
         module, call = self.model.get_submodule(router), self.seen.calls[router]
