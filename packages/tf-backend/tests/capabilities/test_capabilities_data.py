@@ -39,6 +39,13 @@ def test_the_cpu_build_is_shipped() -> None:
     assert cpu.moe_size_multiple == 32
 
 
+def test_the_readme_says_which_head_sizes_a_cpu_takes() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    *most, last = map(str, capabilities.shipped().attention_head_sizes)
+    assert f"on the CPU build {', '.join(most)} or {last}, so not 16 or 24" in readme
+    assert not {"16", "24"} & {*most, last}
+
+
 def test_name_is_a_label() -> None:
     cpu = capabilities.shipped()
     renamed = msgspec.structs.replace(cpu, name="other")

@@ -132,11 +132,12 @@ def test_file_in_place_of_a_folder(config_folder: Callable[[object], Path], caps
         ("", ("is not JSON",)),
         ([1], ("holds a list",)),
         ({"architectures": ["LlamaForCausalLM"]}, ('no "model_type"',)),
-        ({"model_type": 7}, ('no "model_type"',)),
-        (LLAMA | {"model_type": "lama"}, ('"lama"', 'nearest that it knows is "llama"')),
+        ({"model_type": 7}, ('7 for "model_type"',)),
+        (LLAMA | {"model_type": "lama"}, ('"lama"', 'is "llama" meant?')),
         (LLAMA | {"model_type": "zzzzzz"}, ('"zzzzzz"', "transformers 5.")),
         (LLAMA | {"architectures": ["LamaForCausalLM"]}, ('"LamaForCausalLM"', '"LlamaForCausalLM"')),
         (LLAMA | {"architectures": []}, ("names no architecture",)),
+        (LLAMA | {"architectures": "LlamaForCausalLM"}, ("names no architecture, since", '"architectures": "Llama')),
         (LLAMA | {"architectures": None}, ("names no architecture",)),
         ({"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}, ("--trust-remote-code",)),
     ],
@@ -146,6 +147,40 @@ def test_configuration_that_cannot_be_used(
 ) -> None:
     assert main(["inspect", str(config_folder(config))]) == 1
     _says(capsys.readouterr().err, *words)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"hidden_act": "nope"}, ("KeyError: 'nope'", 'Correct "hidden_act": "nope" there.')),
+        ({"num_attention_heads": 0}, ("by zero", 'Correct "num_attention_heads": 0 there.')),
+        ({"num_attention_heads": -4}, ("negative", 'Correct "num_attention_heads": -4 there.')),
+        ({"num_attention_heads": 3}, ("not a multiple", 'Correct "num_attention_heads": 3 there.')),
+        ({"num_key_value_heads": 0}, ("by zero", 'Correct "num_key_value_heads": 0 there.')),
+        ({"hidden_size": 0}, ("`model.embed_tokens.weight` would hold nothing", 'Correct "hidden_size": 0 there.')),
+        ({"intermediate_size": 0}, ("would hold nothing", 'Correct "intermediate_size": 0 there.')),
+        ({"num_hidden_layers": 0}, ("would have no layers", 'Correct "num_hidden_layers": 0 there.')),
+        ({"num_hidden_layers": "two"}, ("expected int, got str", 'Correct "num_hidden_layers": "two" there.')),
+        ({"vocab_size": None}, ("expected int, got NoneType", 'Correct "vocab_size": null there.')),
+        ({"head_dim": [32]}, ("'head_dim' with value [32]", 'Correct "head_dim": [32] there.')),
+        ({"pad_token_id": 999}, ("Padding_idx", 'Correct one of "vocab_size": 256, "pad_token_id": 999 there.')),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ("{'factor'}", '"rope_parameters.rope_type": "yarn", or what')),
+        ({"hidden_act": "nope", "vocab_size": -1}, ('Correct "vocab_size": -1 and "hidden_act": "nope" there.',)),
+        ({"hidden_size": None, "vocab_size": None}, ('Correct "vocab_size": null and "hidden_size": null there.',)),
+        ({"dtype": "nope"}, ('Correct "dtype": "nope" there.',)),
+        ({"quantization_config": "gptq"}, ('Correct "quantization_config": "gptq" there.',)),
+    ],
+    ids=str,
+)
+def test_values_of_which_no_model_can_be_made_are_named(
+    wrong: dict[str, object],
+    words: tuple[str, ...],
+    config_folder: Callable[[object], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = config_folder(LLAMA | wrong)
+    assert main(["inspect", str(folder)]) == 1
+    _says(capsys.readouterr().err, str(folder / "config.json"), *words)
 
 
 def test_config_that_is_no_text(config_folder: Callable[[object], Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,30 @@ def test_an_error_of_the_engine_shows_its_root_cause() -> None:
     assert "--verbose" in text
 
 
+def test_fields_that_the_engine_does_not_take_are_named_in_few_words() -> None:
+    import pydantic
+
+    class Options(pydantic.BaseModel):
+        bits: int
+        group: int = 0
+
+        @pydantic.model_validator(mode="after")
+        def check(self) -> Options:
+            raise ValueError("a group is wanted.")
+
+    def failing(**values: object) -> str:
+        try:
+            Options(**values)  # type: ignore[arg-type]
+        except pydantic.ValidationError as error:
+            return describe(EngineFailed("being configured", error, advice="See."))
+        return ""
+
+    begin = "the engine failed while being configured: ValidationError: "
+    wrong_type = "Input should be a valid integer, unable to parse string as an integer"
+    assert failing(group="x") == f"{begin}bits: Field required; group: {wrong_type}. See."
+    assert failing(bits=4) == f"{begin}a group is wanted. See."
+
+
 def test_an_error_without_words_is_named() -> None:
     assert "AssertionError. Its log" in describe(EngineFailed("starting", AssertionError()))
 

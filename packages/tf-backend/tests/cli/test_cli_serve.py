@@ -23,8 +23,10 @@ from tf_tools.fork import Outcome, run_in_fork
 
 def test_arguments_are_left_to_the_parser_of_the_engine() -> None:
     given = ["MODEL", "--port", "1", "-tp", "2", "-O3", "--help", "--", "--x.y=1", "-h"]
+    assert not build_parser().parse_args(["serve", *given]).debug
     options = build_parser().parse_args(["serve", *given, "--debug"])
     assert options.arguments == given
+    assert options.debug
 
 
 def test_help_of_the_command_names_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +69,7 @@ def test_sigterm_is_told_from_ctrl_c(
 
     before = [signal.getsignal(known) for known in (signal.SIGINT, signal.SIGTERM)]
 
-    def serve(given: list[str], distribution: str) -> list[int]:
+    def serve(given: list[str], distribution: str, is_debugged: bool) -> list[int]:
         if not is_running:
             with contextlib.suppress(KeyboardInterrupt, Exception):  # as some code of the engine does
                 signal.raise_signal(number)
@@ -98,13 +100,12 @@ def _main(arguments: list[str]) -> int:
 
 
 def _refusal(outcome: Outcome, status: int) -> str:
-    """The one line on standard error, after the logs of the engine."""
+    """The one line that is seen: nothing is logged before it, on standard output or error."""
     assert outcome.value() == status, outcome.stderr
-    assert "reached" not in outcome.stdout
-    assert "Traceback" not in outcome.stderr
-    lines = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
-    assert outcome.stderr.splitlines()[-1:] == lines
-    return lines[0]
+    assert outcome.stdout == ""
+    (line,) = outcome.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def _reached(outcome: Outcome) -> dict[str, object]:
@@ -213,6 +214,40 @@ def test_a_broken_folder_is_told_before_the_engine(
     if fault == "no-tensors":
         bad = bad.__class__(bad.folder, bad.fault, (("model.safetensors",),))
     assert bad.unsaid(_refusal(_served(bad.folder), 1)) == []
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("wrong", "status", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, 2, 'quantized by `gptq` ("quantization_config" in {file})'),
+        ({"quantization_config": {}}, 2, 'quantized ("quantization_config" in {file})'),
+        ({"hidden_act": "nope"}, 1, 'from {file}: KeyError: \'nope\'. Correct "hidden_act": "nope" there.'),
+        (
+            {"num_attention_heads": 0},
+            1,
+            '{file} cannot be used: integer modulo by zero. Correct "num_attention_heads": 0',
+        ),
+        ({"num_key_value_heads": -1}, 1, 'Correct "num_key_value_heads": -1 there.'),
+        ({"vocab_size": None}, 1, 'Correct "vocab_size": null there.'),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_wrong_is_told_with_file_and_field(
+    wrong: dict[str, object], status: int, words: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = shutil.copytree(checkpoint("llama"), tmp_path / "copy") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    assert words.format(file=file) in _refusal(_served(file.parent), status)
+
+
+@pytest.mark.engine
+def test_what_is_logged_on_the_way_to_the_server_is_shown(checkpoint: Callable[[str], Path]) -> None:
+    outcome = _served(checkpoint("llama"), "--dtype", "float32")
+    assert _reached(outcome)
+    logged = outcome.stdout + outcome.stderr
+    assert "KV cache: " in logged
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in logged
 
 
 @pytest.mark.engine

@@ -54,9 +54,11 @@ def test_a_single_key_value_head_is_repeated() -> None:
 
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
     found = planned("llama", 3)
-    assert not found.is_served
-    assert "4 heads cannot be split over 3 ranks" in str(found.refusals[0])
-    assert "LlamaAttention" in str(found.refusals[0])
+    (refusal,) = found.refusals
+    assert refusal.reason == (
+        "`LlamaAttention` cannot be split over 3 ranks: it has 4 heads of queries and 2 of keys and values"
+    )
+    assert refusal.remedy == "Set `--tensor-parallel-size` to 1, 2 or 4."
 
 
 def layers_of(found: Plan, kind: type[LayerSpec]) -> dict[str, LayerSpec]:
@@ -84,6 +86,8 @@ def test_one_rank_has_no_placement() -> None:
 def test_attention_that_cannot_be_split_is_refused() -> None:
     (refusal,) = planned("diffllama", 2).refusals
     assert "`DiffLlamaAttention` cannot be split over 2 ranks: `chunk`" in refusal.reason
+    assert not refusal.reason.endswith(".")
+    assert refusal.remedy == "Set `--tensor-parallel-size` to 1."
 
 
 def test_a_packed_weight_is_split_through_a_clamp() -> None:

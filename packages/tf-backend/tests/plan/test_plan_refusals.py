@@ -157,8 +157,20 @@ def test_a_quantized_checkpoint(method: str, config_of: Callable[..., Any]) -> N
     config = config_of("llama")
     config.quantization_config = {"quant_method": method, "bits": 4}
     (refusal,) = plan(skeleton(config)).refusals
-    assert "quantized" in refusal.reason
+    assert f'quantized by `{method}` ("quantization_config" in config.json)' in refusal.reason
     assert "not quantized" in refusal.remedy
+
+
+@pytest.mark.parametrize("found", [{}, {"bits": 4}, {"quant_method": 7}])
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_a_quantized_checkpoint_that_does_not_say_how(field: str, found: object, config_of: Callable[..., Any]) -> None:
+    config = config_of("llama")
+    setattr(config, field, found)
+    (refusal,) = plan(skeleton(config)).refusals
+    assert (
+        refusal.reason
+        == f'`LlamaForCausalLM` has a checkpoint that is quantized ("{field}" in config.json), which is not served yet'
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tf_backend import capabilities
 from tf_backend.cli._console import make_console
+from tf_backend.cli._held_logs import held_logs
 from tf_backend.cli._model import model_folder
 from tf_backend.cli._present import EngineFailed
 from tf_backend.demo import Prompt, Session, Throughput, is_prepared, prepare_environment, prepare_smollm2
@@ -95,7 +96,7 @@ def _plan(folder: Path, options: argparse.Namespace, phases: _Phases) -> None:
 def _start(folder: Path, options: argparse.Namespace, phases: _Phases) -> Session:
     doing = "Starting the engine, compiling" if options.compiled else "Starting the engine"
     try:
-        with phases.phase(doing):
+        with phases.phase(doing), held_logs(shown=options.verbose):
             return Session(
                 folder,
                 dtype=options.dtype,

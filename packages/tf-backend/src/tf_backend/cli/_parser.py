@@ -25,7 +25,8 @@ class _Parser(argparse.ArgumentParser):
         if not self.keeps_arguments:
             return super().parse_known_args(args, namespace)
         kept = [argument for argument in args or () if argument != "--debug"]
-        return argparse.Namespace(arguments=kept, run=self.get_default("run")), []
+        is_debugged = "--debug" in (args or ())
+        return argparse.Namespace(arguments=kept, debug=is_debugged, run=self.get_default("run")), []
 
 
 def build_parser() -> argparse.ArgumentParser:

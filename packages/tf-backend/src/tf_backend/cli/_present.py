@@ -68,8 +68,19 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _named(error: BaseException) -> str:
-    text = _one_line(str(error)).rstrip(".")
+    text = (_fields(error) or _one_line(str(error))).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _fields(error: BaseException) -> str:
+    """Of an error of pydantic's, each field with what is said of it: its own text is many lines, with addresses and types; else nothing."""
+    if type(error).__module__.partition(".")[0] != "pydantic_core" or not hasattr(error, "errors"):
+        return ""
+    said = []
+    for found in error.errors():
+        text = _one_line(str(found["msg"])).removeprefix("Value error, ").rstrip(".")
+        said.append(": ".join(part for part in (".".join(map(str, found["loc"])), text) if part))
+    return "; ".join(said)
 
 
 def _one_line(text: str) -> str:

@@ -11,6 +11,7 @@ import signal
 from types import FrameType
 
 from tf_backend import capabilities
+from tf_backend.cli._held_logs import held_logs
 from tf_backend.cli._present import EngineFailed
 from tf_backend.errors import EngineMissing, TfBackendError
 
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         raise EngineMissing("serving a model")
     before = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
-        received = _serve(options.arguments, distribution.name)
+        received = _serve(options.arguments, distribution.name, options.debug)
     except Stopped as stopped:
         received = [stopped.number]
     finally:
@@ -47,7 +48,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
-def _serve(given: list[str], distribution: str) -> list[int]:
+def _serve(given: list[str], distribution: str, is_debugged: bool) -> list[int]:
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what libraries say of a machine without a GPU, or without Triton
     try:
@@ -58,8 +59,9 @@ def _serve(given: list[str], distribution: str) -> list[int]:
         raise EngineFailed("being imported", error, advice="Is its installation whole?") from error
     finally:
         logging.disable(disabled)
-    arguments = parse(given, distribution)
-    preflight(arguments)
+    with held_logs(shown=is_debugged):
+        arguments = parse(given, distribution)
+        preflight(arguments)
     try:
         return serve(arguments)
     except TfBackendError:

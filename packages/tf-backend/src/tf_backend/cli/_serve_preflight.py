@@ -16,8 +16,11 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.usage.usage_lib import UsageContext
 
 from tf_backend.cli._present import EngineFailed
-from tf_backend.errors import ConfigError, OptionRefused, TfBackendError
-from tf_backend.model.config import check_config, looks_local
+from tf_backend.errors import ConfigError, ModelRefused, OptionRefused, TfBackendError
+from tf_backend.model.config import check_config, looks_local, read_config, read_values
+from tf_backend.model.quantized import quantization_in
+from tf_backend.model.remote_code import TrustedCode
+from tf_backend.model.skeleton import skeleton
 from tf_backend.plugin import check_registered
 
 
@@ -51,10 +54,29 @@ def _check_folder(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.model)
     if not folder.exists() and looks_local(arguments.model) and "://" not in arguments.model:
         raise ConfigError(f"{arguments.model} does not exist. Name a folder that holds config.json.")
+    if not _is_config_there(arguments):
+        return
+    check_config(folder, trust_remote_code=arguments.trust_remote_code)
+    quantization = quantization_in(folder)  # before the engine reads how, and fails where that is incomplete
+    if quantization is not None:
+        architectures = read_values(folder / "config.json").get("architectures") or [folder.name]
+        raise ModelRefused([quantization.refusal(str(architectures[0]))])
+
+
+def _is_config_there(arguments: argparse.Namespace) -> bool:
+    """Whether the engine reads the config.json of a folder, as it is."""
+    folder = Path(arguments.model)
     is_elsewhere = arguments.hf_config_path is not None or bool(arguments.hf_overrides)
     is_mistral = arguments.config_format == "mistral" or (folder / "params.json").is_file()
-    if folder.is_dir() and not is_elsewhere and not is_mistral:
-        check_config(folder, trust_remote_code=arguments.trust_remote_code)
+    return folder.is_dir() and not is_elsewhere and not is_mistral
+
+
+def _check_values(arguments: argparse.Namespace) -> None:
+    """ConfigError where no model can be made of the config, with the fields that are to blame; the engine's error would not name them."""
+    if arguments.model_impl == "transformers" and _is_config_there(arguments):
+        is_trusted = arguments.trust_remote_code
+        config = read_config(arguments.model, trust_remote_code=is_trusted)
+        skeleton(config, code=TrustedCode(arguments.model) if is_trusted else None)
 
 
 def _engine_config(arguments: argparse.Namespace) -> Any:
@@ -67,9 +89,8 @@ def _engine_config(arguments: argparse.Namespace) -> Any:
     except TfBackendError:
         raise
     except Exception as error:  # vLLM's own checks: pydantic's, ValueError, and others
-        raise EngineFailed(
-            "being configured", error, advice="`tf-backend serve --help=all` lists the options."
-        ) from error
+        _check_values(arguments)
+        raise EngineFailed("being configured", error, advice=_advice(arguments.model)) from error
     finally:
         logging.disable(disabled)
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from tf_backend.capabilities import installed
 from tf_backend.demo._throughput import Stopwatch, Throughput
-from tf_backend.errors import ConfigError, EngineMissing, OptionRefused
+from tf_backend.errors import EngineMissing, OptionRefused
+from tf_backend.model.config import read_config
 from tf_backend.plugin import check_registered
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -131,11 +132,6 @@ class Session:
 
 
 def _context_length(folder: str | os.PathLike[str], trust_remote_code: bool) -> int:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the configuration in {os.fspath(folder)} cannot be read: {error}") from error
+    config = read_config(os.fspath(folder), trust_remote_code=trust_remote_code).get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     return min(_LONGEST_CONTEXT, longest) if isinstance(longest, int) and longest > 0 else _LONGEST_CONTEXT

@@ -5,12 +5,14 @@ In: a folder, or a name on a hub. Out: a transformers config. What can be told f
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tf_backend.errors import ConfigError
+from tf_backend.model.blame import Blame, find_blame
+from tf_backend.spelling import meant_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,7 +22,8 @@ def read_config(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
     """The config of `model`.
 
     Raises:
-        ConfigError: as `check_config`; or transformers cannot read it, or it is a name whose config cannot be had.
+        ConfigError: as `check_config`; or transformers cannot read it, with the fields that it does not take; or it is a name whose
+            config cannot be had.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -32,9 +35,40 @@ def read_config(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(str(model), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many types here; each is a config that cannot be had
-        first = " ".join(str(error).split())[:400]  # one line: transformers puts the reason on a later one
-        raise ConfigError(f"The config of {model} cannot be read: {first}") from error
+        said = said_of(error)
+        file = config_file(str(model))
+        blame = Blame() if file is None else _blame(read_values(file))
+        if blame:
+            raise ConfigError(f"{file} cannot be used: {_gist(said)}. {blame.remedy()}") from error
+        raise ConfigError(f"The config of {model} cannot be read: {said}.") from error
     return config
+
+
+def said_of(error: BaseException) -> str:
+    """The text of an error that is not ours, in one line of at most 400 characters, without its full stop."""
+    is_text = isinstance(error, KeyError) and " " in str(error)  # which it would show as it shows a key
+    return " ".join(str(error.args[0] if is_text else error).split())[:400].rstrip(".")
+
+
+def config_file(model: str | None) -> Path | None:
+    """The config.json of a model that is a folder."""
+    file = Path(model or "") / "config.json"
+    return file if model and file.is_file() else None
+
+
+def _blame(values: dict[str, Any]) -> Blame:
+    """The fields that keep transformers' own config class from taking `values`."""
+    from transformers import CONFIG_MAPPING
+
+    if not _is_known_type(values.get("model_type")) or "auto_map" in values:
+        return Blame()
+    cls = CONFIG_MAPPING[values["model_type"]]
+    return find_blame(values, cls.from_dict)
+
+
+def _gist(said: str) -> str:
+    """Without transformers' word that it is an error of validation, and without what it says of each type that a field may have."""
+    return re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", said).split(". ", 1)[0]
 
 
 def looks_local(model: str) -> bool:
@@ -50,7 +84,7 @@ def check_config(folder: Path, *, trust_remote_code: bool = False) -> None:
             names code of its own and `trust_remote_code` is not given.
     """
     file = folder / "config.json"
-    config = _read(file)
+    config = read_values(file)
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if "auto_map" in config:
         if not trust_remote_code and not _is_known_type(model_type):
@@ -60,24 +94,27 @@ def check_config(folder: Path, *, trust_remote_code: bool = False) -> None:
         if trust_remote_code:
             return
     if not isinstance(model_type, str):
-        raise ConfigError(f'{file} has no "model_type". Is it the config.json of a transformers model?')
+        found = "no" if model_type is None else f"{json.dumps(model_type)} for"
+        raise ConfigError(f'{file} has {found} "model_type". Is it the config.json of a transformers model?')
     if not _is_known_type(model_type):
         raise ConfigError(
             f'{file} has model_type "{model_type}", which transformers {_transformers_version()} does not know'
             f"{_close(model_type, _known_types())}. Correct it, or install a transformers release that has it."
         )
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        found = f', since it has "architectures": {json.dumps(architectures)}' if architectures else ""
         raise ConfigError(
-            f'{file} names no architecture. Add "architectures": ["...ForCausalLM"], the class that the weights are of.'
+            f'{file} names no architecture{found}. Give it "architectures": ["...ForCausalLM"], the class that the weights are of.'
         )
     if architectures[0] not in _known_classes():
         raise ConfigError(
             f'{file} has the architecture "{architectures[0]}", which transformers {_transformers_version()} does not have'
-            f"{_close(architectures[0], _known_classes())}. Correct it, or install a transformers release that has it."
+            f"{_close(architectures[0], _known_architectures())}. Correct it, or install a transformers release that has it."
         )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_values(file: Path) -> dict[str, Any]:
+    """What is written in config.json; ConfigError where it is no JSON object."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -107,6 +144,15 @@ def _known_classes() -> list[str]:
     return dir(transformers)
 
 
+def _known_architectures() -> list[str]:
+    """Classes that transformers' tables list as models with a head."""
+    from transformers.models.auto import modeling_auto
+
+    tables = (table for name, table in vars(modeling_auto).items() if re.fullmatch("MODEL_.*MAPPING_NAMES", name))
+    listed = (names for table in tables for names in dict(table).values())
+    return sorted({name for names in listed for name in ((names,) if isinstance(names, str) else names)})
+
+
 def _transformers_version() -> str:
     from importlib import metadata
 
@@ -114,5 +160,5 @@ def _transformers_version() -> str:
 
 
 def _close(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f' (the nearest that it knows is "{near[0]}")' if near else ""
+    near = meant_by(word, known)
+    return f' (is "{near}" meant?)' if near else ""

@@ -21,6 +21,7 @@ from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.positions import position_refusals
 from tf_backend.plan.schema import Parallel, Refusal
+from tf_backend.plan.sizes_to_blame import blame_sizes
 from tf_backend.weights.checkpoint import check_checkpoint, weight_loader
 from tf_backend.weights.load import WeightLoader
 
@@ -76,9 +77,15 @@ def prepare(vllm_config: Any) -> Prepared:
     )
     model = skeleton(model_config.hf_config, model_config.dtype, _trusted_code(model_config))
     known = capabilities.default()
-    planned = make_plan(model, parallel, known, split=_layers_of_stages, latent=latent_cache(vllm_config, known))
+    latent = latent_cache(vllm_config, known)
+
+    def planned_for(model: PreTrainedModel) -> Planned:
+        return make_plan(model, parallel, known, split=_layers_of_stages, latent=latent)
+
+    planned = planned_for(model)
     refusals = (*planned.plan.refusals, *position_refusals(planned.plan, model_config.max_model_len))
     if refusals:
+        refusals = blame_sizes(model, refusals, lambda other: planned_for(other).plan.refusals)
         raise ModelRefused(refusals, architecture=planned.plan.provenance.architecture)
     capabilities.check(known)
     check_expanded(vllm_config, planned.plan)

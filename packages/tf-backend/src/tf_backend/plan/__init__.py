@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tf_backend.plan.schema import Parallel, Plan, Refusal
 
 if TYPE_CHECKING:
@@ -37,12 +39,16 @@ def plan_folder(
     """Plan the model whose `config.json` lies in `folder`; no weights are needed.
 
     Raises:
-        ConfigError: there is no config, or it names a type or architecture that transformers does not have.
+        ConfigError: there is no config, it names a type or architecture that transformers does not have, or no model can be made of it.
     """
     from tf_backend.model.config import read_config
     from tf_backend.model.remote_code import TrustedCode
     from tf_backend.model.skeleton import skeleton
+    from tf_backend.plan.sizes_to_blame import blame_sizes
 
     config = read_config(folder, trust_remote_code=trust_remote_code)
     code = TrustedCode(str(folder)) if trust_remote_code else None
-    return plan(skeleton(config, code=code), parallel, capabilities)
+    model = skeleton(config, code=code)
+    found = plan(model, parallel, capabilities)
+    refusals = blame_sizes(model, found.refusals, lambda other: plan(other, parallel, capabilities).refusals)
+    return msgspec.structs.replace(found, refusals=refusals)

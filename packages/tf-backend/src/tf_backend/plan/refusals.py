@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedModel
 
+from tf_backend.model.quantized import FIELDS, quantization_of
 from tf_backend.plan.observe import Observation
 from tf_backend.plan.places import place_of_class, place_of_line
 from tf_backend.plan.schema import Refusal
@@ -38,10 +39,9 @@ def option_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
     """How the checkpoint is stored, and what the engine takes the model for by its config."""
     name = type(model).__name__
     place = place_of_class(type(model))
-    if getattr(model.config, "quantization_config", None) is not None:
-        yield Refusal(
-            f"`{name}` has a quantized checkpoint, which is not served yet", "", place, "Use one that is not quantized."
-        )
+    quantization = quantization_of({field: getattr(model.config, field, None) for field in FIELDS})
+    if quantization is not None:
+        yield quantization.refusal(name, place)
     sections = _position_streams(getattr(model.config, "rope_parameters", None))
     if sections:
         yield Refusal(

@@ -6,7 +6,7 @@ split and what is computed whole on each rank and why, and refusals where a modu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,9 @@ def place_modules(
             _count(records, cls, "split", "", _whole_parameters(module, found.styles), _notes(found.styles, ranks))
             continue
         if specs:
-            refusals.setdefault(cls, _refusal(type(module), plan.name, ranks, found))
+            uneven = _uneven(specs, ranks)
+            remedy = _whole_heads(attention) if uneven else _ONE_RANK
+            refusals.setdefault(cls, _refusal(type(module), plan.name, ranks, uneven or found, remedy))
             continue
         whole = sum(p.numel() for child in linears for p in module.get_submodule(child).parameters())
         _count(records, cls, "replicated", found, whole, ())
@@ -100,7 +102,7 @@ def place_modules(
         owner = type(model.get_submodule(name))
         if name not in replaced and owner.__name__ not in refusals:
             refusals[owner.__name__] = _refusal(
-                owner, name, ranks, "none of its projections is a linear that can be split"
+                owner, name, ranks, "none of its projections is a linear that can be split", _ONE_RANK
             )
     result = tuple(replaced.get(plan.name, plan) for plan in modules)
     return Placed(result, _with_shipped(model, result, records), tuple(refusals.values()))
@@ -209,13 +211,31 @@ def _replace_layer(
         replaced[plan.name] = msgspec.structs.replace(plan, layers=(layer,))
 
 
-def _refusal(cls: type[nn.Module], name: str, ranks: int, reason: str) -> Refusal:
-    return Refusal(
-        f"`{cls.__name__}` cannot be split over {ranks} ranks: {reason}",
-        name,
-        place_of_class(cls),
-        "Set `--tensor-parallel-size` to 1, or to another number where this one does not divide its heads.",
-    )
+_ONE_RANK = "Set `--tensor-parallel-size` to 1."
+
+
+def _refusal(cls: type[nn.Module], name: str, ranks: int, reason: str, remedy: str) -> Refusal:
+    said = f"`{cls.__name__}` cannot be split over {ranks} ranks: {reason.rstrip('.')}"
+    return Refusal(said, name, place_of_class(cls), remedy)
+
+
+def _uneven(specs: Sequence[AttentionSpec], ranks: int) -> str:
+    """The heads that do not come out even over `ranks`; empty where all do."""
+    for spec in specs:
+        try:
+            heads_per_rank(spec.num_heads, spec.num_kv_heads, ranks)
+        except BridgeError:
+            return f"it has {spec.num_heads} heads of queries and {spec.num_kv_heads} of keys and values"
+    return ""
+
+
+def _whole_heads(attention: Mapping[str, tuple[AttentionSpec, ...]]) -> str:
+    """A remedy that names the numbers of ranks over which all heads of the model come out even."""
+    specs = [spec for found in attention.values() for spec in found]
+    most = max(spec.num_heads for spec in specs)
+    sizes = [str(ranks) for ranks in range(1, most + 1) if not _uneven(specs, ranks)]
+    listed = " or ".join(part for part in (", ".join(sizes[:-1]), sizes[-1]) if part)
+    return f"Set `--tensor-parallel-size` to {listed}."
 
 
 def _count(

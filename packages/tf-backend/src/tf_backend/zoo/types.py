@@ -5,7 +5,6 @@ In: nothing. Out: `Entry` objects, sorted. Read from transformers' own tables; n
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from functools import cache
 import msgspec
 
 from tf_backend.errors import OptionRefused
+from tf_backend.spelling import meant_by
 
 KINDS: dict[str, tuple[str, ...]] = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -81,7 +81,7 @@ def _unknown(name: str, within: Sequence[Entry], kinds: Sequence[str]) -> str:
     from importlib import metadata
 
     known = sorted({entry.name if "/" in name else entry.model_type for entry in within})
-    near = difflib.get_close_matches(name, known, n=1)
+    near = meant_by(name, known)
     among = f" of kind {' or '.join(kinds)}" if kinds else ""
-    hint = f" (the nearest that it has is `{near[0]}`)" if near else ""
+    hint = f" (is `{near}` meant?)" if near else ""
     return f"transformers {metadata.version('transformers')} has no model type `{name}`{among}{hint}."
