@@ -10,7 +10,6 @@ import pytest
 import torch
 from moe_runner import (
     ACTIVATIONS,
-    LOADER,
     ExpertsSpec,
     ExpertTensor,
     Gate,
@@ -19,20 +18,13 @@ from moe_runner import (
     asked_of_engine,
     build_experts,
     engine_activation,
-    parameter_of,
 )
-from moe_runner._gates import gate_function
 from moe_runner.layer import as_given
 from torch import Tensor, nn
 
-E, H, M, K, T = 4, 64, 64, 2, 9
-WEIGHTS = (ExpertTensor("gate_up", ("gate", "up")), ExpertTensor("down", ("down",)))
+E, H, K, T = 4, 64, 2, 9
+SpecOf = Callable[..., ExpertsSpec]
 BIASES = (ExpertTensor("gate_up_bias", ("gate", "up"), bias=True), ExpertTensor("down_bias", ("down",), bias=True))
-
-
-def spec_of(name: str, tensors: tuple[ExpertTensor, ...] = WEIGHTS, **more: Any) -> ExpertsSpec:
-    gate = ACTIVATIONS.get(name, Gate("silu"))
-    return ExpertsSpec(E, K, H, M, gate, tensors, (0, 1, "weights"), runs_as=name, **more)
 
 
 class Runner(nn.Module):
@@ -49,12 +41,12 @@ class Runner(nn.Module):
 X, CHOSEN, SHARES = torch.randn(1, 3, H), torch.tensor([[0, 3], [2, 1], [1, 0]]), torch.rand(3, K) - 0.2
 
 
-def test_ids_and_weights_arrive_as_they_were_given() -> None:
-    out = RoutedExperts(spec_of("silu"), Runner())(X, CHOSEN, weights=SHARES)
+def test_ids_and_weights_arrive_as_they_were_given(experts_spec: SpecOf) -> None:
+    out = RoutedExperts(experts_spec(E, K), Runner())(X, CHOSEN, weights=SHARES)
     assert torch.allclose(out, X * (SHARES * (CHOSEN + 1)).sum(-1, keepdim=True))
 
 
-def test_ranks_with_experts_of_their_own_add_up() -> None:
+def test_ranks_with_experts_of_their_own_add_up(experts_spec: SpecOf) -> None:
     class Rank(nn.Module):
         def __init__(self, mine: list[int]) -> None:
             super().__init__()
@@ -68,16 +60,16 @@ def test_ranks_with_experts_of_their_own_add_up() -> None:
     for mine in ([1], [3, 0, 2]):
         places = torch.full((E,), -1, dtype=torch.int32)
         places[mine] = torch.arange(len(mine), dtype=torch.int32)
-        parts.append(RoutedExperts(spec_of("silu"), Rank(mine), places)(X, CHOSEN, weights=SHARES))
-    whole = RoutedExperts(spec_of("silu"), Runner())(X, CHOSEN, weights=SHARES)
+        parts.append(RoutedExperts(experts_spec(E, K), Rank(mine), places)(X, CHOSEN, weights=SHARES))
+    whole = RoutedExperts(experts_spec(E, K), Runner())(X, CHOSEN, weights=SHARES)
     assert not torch.allclose(parts[0], whole)
     assert torch.allclose(sum(parts), whole)
 
 
 @pytest.mark.parametrize(("null", "share"), [("identity", 1.0), ("zero", 0.0)])
-def test_ids_beyond_the_experts_never_reach_the_runner(null: Any, share: float) -> None:
+def test_ids_beyond_the_experts_never_reach_the_runner(null: Any, share: float, experts_spec: SpecOf) -> None:
     beyond = torch.tensor([[0, E], [E + 1, 1], [1, 0]])
-    out = RoutedExperts(spec_of("silu", null=null), Runner())(X, beyond, weights=SHARES)
+    out = RoutedExperts(experts_spec(E, K, null=null), Runner())(X, beyond, weights=SHARES)
     factor = torch.where(beyond >= E, torch.tensor(share), beyond + 1.0)
     assert torch.allclose(out, X * (SHARES * factor).sum(-1, keepdim=True))
 
@@ -94,63 +86,50 @@ def test_a_limit_of_the_models_own_is_never_the_engines() -> None:
     assert (clamped.name, clamped.limit) == ("silu", 3.0)
 
 
-def run(name: str, tensors: tuple[ExpertTensor, ...]) -> tuple[float, float]:
+def run(name: str, with_biases: bool, experts_spec: SpecOf, loaded_experts: Callable[..., Any]) -> tuple[float, float]:
     """The largest difference from the formula, and the size of what it gives."""
     torch.manual_seed(0)
-    spec = spec_of(name, tensors)
-    layer = build_experts(spec, f"model.layers.{len(tensors)}.{name}")
-    shapes = {"gate_up": (E, 2 * M, H), "down": (E, H, M), "gate_up_bias": (E, 2 * M), "down_bias": (E, H)}
-    values = {tensor.name: torch.randn(shapes[tensor.name]) * 0.4 for tensor in tensors}
-    parameters = dict(layer.named_parameters())
-    for tensor in tensors:
-        parameter = parameters[parameter_of(tensor)]
-        getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
-    routed: Any = layer.runner.routed_experts
-    routed.quant_method.process_weights_after_loading(routed)
+    spec = experts_spec(E, K, gate=ACTIVATIONS[name], runs_as=name)
+    if with_biases:
+        spec = msgspec.structs.replace(spec, tensors=(*spec.tensors, *BIASES))
+    layer, formula = loaded_experts(spec, f"model.layers.{len(spec.tensors)}.{name}", 0.4)
     x, weights = torch.randn(T, H), torch.rand(T, K) - 0.3
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
-    function = gate_function(spec.gate)
-    expected = torch.zeros(T, H)
-    for token in range(T):
-        for expert, share in zip(ids[token], weights[token], strict=True):
-            gate, up = (
-                x[token] @ values["gate_up"][expert].T + values.get("gate_up_bias", torch.zeros(E, 1))[expert]
-            ).chunk(2)
-            out = function(gate, up) @ values["down"][expert].T + values.get("down_bias", torch.zeros(E, 1))[expert]
-            expected[token] += share * out
+    expected = formula(x, ids, weights)
     found = layer(x, ids, weights=weights)
     return float((found - expected).abs().max()), float(expected.abs().max())
 
 
-def run_all(names: list[str]) -> dict[str, tuple[float, float]]:
-    return {
-        f"{name} {len(tensors)}": run(name, tensors) for name in names for tensors in (WEIGHTS, (*WEIGHTS, *BIASES))
-    }
+def run_all(names: list[str], *fixtures: Any) -> dict[tuple[str, bool], tuple[float, float]]:
+    return {(name, with_biases): run(name, with_biases, *fixtures) for name in names for with_biases in (False, True)}
 
 
-def build_odd(hidden: int) -> str:
+def build(spec: ExpertsSpec) -> str:
     try:
-        build_experts(msgspec.structs.replace(spec_of("silu"), hidden_size=hidden), "model.layers.0.odd")
+        build_experts(spec, "model.layers.0.odd")
     except NotRunnable as error:
         return str(error)
     return ""
 
 
 @pytest.mark.engine
-def test_every_kernel_of_the_cpu_build_computes_what_it_is_asked(in_vllm: Callable[..., Any]) -> None:
-    found = in_vllm(run_all, ["silu", "gelu", "gelu_tanh", "swigluoai"])
+def test_every_kernel_of_the_cpu_build_computes_what_it_is_asked(
+    in_vllm: Callable[..., Any], experts_spec: SpecOf, loaded_experts: Callable[..., Any]
+) -> None:
+    found = in_vllm(run_all, ["silu", "gelu", "gelu_tanh", "swigluoai"], experts_spec, loaded_experts)
     assert len(found) == 8
     for name, (difference, size) in found.items():
         assert difference < 1e-5 * size, name
 
 
 @pytest.mark.engine
-def test_sizes_without_a_kernel_are_told(in_vllm: Callable[..., Any]) -> None:
-    text = in_vllm(build_odd, 40)
+def test_sizes_without_a_kernel_are_told(in_vllm: Callable[..., Any], experts_spec: SpecOf) -> None:
+    odd = msgspec.structs.replace(experts_spec(E, K, runs_as="silu"), hidden_size=40)
+    text = in_vllm(build, odd)
     assert "model.layers.0.odd" in text
     assert "backend supports" in text
 
 
-def test_an_activation_must_be_chosen_before_building() -> None:
+def test_an_activation_must_be_chosen_before_building(experts_spec: SpecOf) -> None:
     with pytest.raises(NotRunnable, match="runs_as"):
-        build_experts(spec_of(""), "model.layers.0.mlp.experts")
+        build_experts(experts_spec(E, K), "model.layers.0.mlp.experts")

@@ -10,10 +10,7 @@ import msgspec
 import pytest
 import torch
 from moe_runner import (
-    LOADER,
     ExpertsSpec,
-    ExpertTensor,
-    Gate,
     RoutedExperts,
     RouterForm,
     RouterLogits,
@@ -22,7 +19,6 @@ from moe_runner import (
     build_experts,
     build_router,
     gate_parameters,
-    parameter_of,
     probes,
     route,
     why_not_engine,
@@ -30,13 +26,13 @@ from moe_runner import (
 from moe_runner.layer import within_reach
 from torch import Tensor, nn
 
-E, H, M, K, T = 16, 64, 64, 3, 9
-TENSORS = (ExpertTensor("gate_up", ("gate", "up")), ExpertTensor("down", ("down",)))
+E, H, K, T = 16, 64, 3, 9
+SpecOf = Callable[..., ExpertsSpec]
 FORMS = tuple(probes(4, 2))
 
 
-def spec_of(form: RouterForm) -> ExpertsSpec:
-    return ExpertsSpec(E, K, H, M, Gate("silu"), TENSORS, (0, 1, 2), runs_as="silu", routing=Routing(form))
+def routed_spec(experts_spec: SpecOf, form: RouterForm) -> ExpertsSpec:
+    return experts_spec(E, K, arguments=(0, 1, 2), runs_as="silu", routing=Routing(form))
 
 
 class Router(nn.Module):
@@ -123,7 +119,7 @@ def test_a_layer_of_the_router_is_called_whatever_takes_its_place() -> None:
     assert torch.equal(layer(torch.ones(3, E))[0], torch.ones(3, E))
 
 
-def test_logits_reach_the_runner_as_they_are() -> None:
+def test_logits_reach_the_runner_as_they_are(experts_spec: SpecOf) -> None:
     class Runner(nn.Module):
         def forward(self, hidden: Tensor, scores: Tensor) -> Tensor:
             assert scores.shape == (6, E)
@@ -131,7 +127,7 @@ def test_logits_reach_the_runner_as_they_are() -> None:
             return hidden * scores.sum(dim=-1, keepdim=True)
 
     x, logits = torch.randn(2, 3, H), torch.randn(6, E)
-    out = RoutedExperts(spec_of(RouterForm("softmax")), Runner())(x, logits, logits)
+    out = RoutedExperts(routed_spec(experts_spec, RouterForm("softmax")), Runner())(x, logits, logits)
     assert torch.allclose(out, x * logits.sum(-1).view(2, 3, 1))
 
 
@@ -166,47 +162,45 @@ def test_an_epsilon_that_is_left_out_matters_below_the_bound_alone(score: Any) -
     assert within_reach(without, low) is low
 
 
-def test_a_correction_goes_with_a_form_that_has_one() -> None:
+def test_a_correction_goes_with_a_form_that_has_one(experts_spec: SpecOf) -> None:
     with pytest.raises(ValueError, match="a correction goes with"):
-        build_experts(spec_of(RouterForm("softmax")), "model.layers.0.experts", correction=torch.zeros(E))
+        build_experts(
+            routed_spec(experts_spec, RouterForm("softmax")), "model.layers.0.experts", correction=torch.zeros(E)
+        )
     with pytest.raises(ValueError, match="a correction goes with"):
-        build_experts(spec_of(RouterForm("softmax", biased=True)), "model.layers.0.experts")
+        build_experts(routed_spec(experts_spec, RouterForm("softmax", biased=True)), "model.layers.0.experts")
 
 
-def difference(form: RouterForm, prefix: str) -> float:
+def difference(spec: ExpertsSpec, prefix: str, loaded_experts: Callable[..., Any]) -> float:
     """The largest difference from the formula, of the size of what it gives."""
     torch.manual_seed(0)
+    assert spec.routing is not None
+    form = spec.routing.form
     correction = torch.empty(1, E) if form.biased else None
-    layer = build_experts(spec_of(form), prefix, correction=correction)
+    layer, formula = loaded_experts(spec, prefix, 0.2, correction)
     if correction is not None:
         correction.copy_(torch.rand(1, E) * 2 - 1.5)  # loaded after it was handed over
-    values = {"gate_up": torch.randn(E, 2 * M, H) * 0.2, "down": torch.randn(E, H, M) * 0.2}
-    parameters = dict(layer.named_parameters())
-    for tensor in TENSORS:
-        parameter = parameters[parameter_of(tensor)]
-        getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
-    routed: Any = layer.runner.routed_experts
-    routed.quant_method.process_weights_after_loading(routed)
     x, logits = torch.randn(T, H), torch.randn(T, E) * 2
     shares, ids = route(form, logits, None if correction is None else correction.view(-1), K)
-    expected = torch.zeros(T, H)
-    for token in range(T):
-        for expert, share in zip(ids[token], shares[token], strict=True):
-            gate, up = (values["gate_up"][expert] @ x[token]).chunk(2)
-            expected[token] += share * (values["down"][expert] @ (torch.nn.functional.silu(gate) * up))
+    expected = formula(x, ids, shares)
     found = layer(x, ids, logits)
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def differences() -> dict[str, float]:
+def differences(experts_spec: SpecOf, loaded_experts: Callable[..., Any]) -> dict[str, float]:
     scaled = [msgspec.structs.replace(form, scaling=2.5) for form in FORMS if form.renormalised]
     kinds = {(False, "max"), (True, "top2")}
     wanted = [form for form in (*FORMS, *scaled) if form.groups == 1 or (form.biased, form.group_score) in kinds]
-    return {str(form): difference(form, f"model.layers.{at}.experts") for at, form in enumerate(wanted)}
+    return {
+        str(form): difference(routed_spec(experts_spec, form), f"model.layers.{at}.experts", loaded_experts)
+        for at, form in enumerate(wanted)
+    }
 
 
 @pytest.mark.engine
-def test_the_engine_routes_as_the_form_says(in_vllm: Callable[..., Any]) -> None:
-    found = in_vllm(differences)
+def test_the_engine_routes_as_the_form_says(
+    in_vllm: Callable[..., Any], experts_spec: SpecOf, loaded_experts: Callable[..., Any]
+) -> None:
+    found = in_vllm(differences, experts_spec, loaded_experts)
     assert len(found) == 24
     assert max(found.values()) < 1e-5, found

@@ -118,9 +118,6 @@ def build_experts(
         ValueError: there is a correction, and the spec's form has none, or the other way round.
         NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks.
     """
-    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-    from vllm.platforms import current_platform
-
     if not spec.runs_as:
         raise NotRunnable(f"`{prefix}` ({spec.gate}) has no activation of the engine's: set `runs_as`.")
     if spec.num_experts > _MOST_EXPERTS:
@@ -130,6 +127,9 @@ def build_experts(
     is_biased = spec.routing is not None and spec.routing.form.biased
     if is_biased is not (correction is not None):
         raise ValueError(f"`{prefix}`: a correction goes with a router inside that is biased, and with no other")
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.platforms import current_platform
+
     if spec.routing is not None:
         routing = engine_arguments(spec.routing.form) | {"router_logits_dtype": torch.float32}
         if correction is not None:

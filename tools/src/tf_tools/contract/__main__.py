@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     try:
+        if options.action == "record" and not options.wheel:
+            raise ContractError("say which wheel to record: --wheel 0.33.0, or a file")
         uses = collect(sources(options.packages))
         if options.action == "record":
             return _record(console, uses, options.wheel)
@@ -47,8 +49,6 @@ def _packages() -> Path:
 
 
 def _record(console: Console, uses: Uses, wheels: Sequence[str]) -> int:
-    if not wheels:
-        raise ContractError("say which wheel to record: --wheel 0.33.0, or a file")
     for wheel in wheels:
         surface = survey(open_wheel(wheel), uses.uses, CLAIMS)
         file = data_folder() / file_name(surface)
