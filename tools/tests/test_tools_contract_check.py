@@ -289,7 +289,7 @@ def test_builds_installed_over_each_other_are_an_error(
 def test_the_command_fails_where_the_contract_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A package with the files that the claims name, and one import that vLLM does not have."""
     real = Path(__file__).parents[2] / "packages"
-    for file in ("names.py", "model/served.py", "weights/checkpoint.py"):
+    for file in ("names.py", "model/served.py", "model/balance.py", "weights/checkpoint.py"):
         copied = tmp_path / "tf-backend" / "src" / "tf_backend" / file
         copied.parent.mkdir(parents=True, exist_ok=True)
         copied.write_text((real / "tf-backend" / "src" / "tf_backend" / file).read_text())

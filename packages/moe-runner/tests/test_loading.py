@@ -138,3 +138,36 @@ def test_a_parameter_that_is_replaced_is_gone_at_once() -> None:
         assert replaced() is None
     finally:
         gc.enable()
+
+
+def loaded_in_copies(routed: Routed, name: str, value: Tensor, tensor: ExpertTensor, interleaved: bool = False) -> None:
+    """Experts 0 and 2 have a second place, 4 and 5."""
+    spec = ExpertsSpec(E, 2, H, M, Gate("silu"), (tensor,), (0, 1, 2))
+    ExpertLoader(spec, interleaved, routed, ((0, 4), (1,), (2, 5), (3,))).attach()
+    parameter = routed.get_parameter(name)
+    getattr(parameter, LOADER)(parameter, value, tensor)
+
+
+def test_every_copy_of_an_expert_is_loaded() -> None:
+    routed = Routed()
+    loaded_in_copies(routed, "w13_weight", torch.cat((GATES, UPS), 1), BOTH)
+    given = {(shard, place): part for _, shard, place, part in routed.given}
+    assert set(given) == {(shard, place) for shard in ("w1", "w3") for place in range(6)}
+    for place, expert in enumerate((0, 1, 2, 3, 0, 2)):
+        assert torch.equal(given["w1", place], GATES[expert])
+        assert torch.equal(given["w3", place], UPS[expert])
+
+
+def test_every_copy_is_loaded_from_the_tensor_of_its_expert() -> None:
+    routed = Routed()
+    loaded_in_copies(routed, "w13_weight", UPS[2], ExpertTensor("2.up", ("up",), expert=2))
+    assert [(shard, place) for _, shard, place, _ in routed.given] == [("w3", 2), ("w3", 5)]
+
+
+def test_copies_on_a_rank_where_rows_alternate() -> None:
+    routed = Routed(local=(3, 4, 5))
+    bias = torch.randn(E, 2 * M)
+    loaded_in_copies(routed, "w13_bias", bias, ExpertTensor("b", ("gate", "up"), bias=True), interleaved=True)
+    for place, expert in enumerate((3, 0, 2)):
+        assert torch.equal(routed.w13_bias[place, 0::2], bias[expert, :M])
+        assert torch.equal(routed.w13_bias[place, 1::2], bias[expert, M:])

@@ -17,6 +17,7 @@ from moe_runner._router_forms import route
 from moe_runner._router_reading import Router, read_router
 from moe_runner._router_site import RouterSite, find_router
 from moe_runner._rows import RowsGiven, read_rows
+from moe_runner.balance import left_behind
 from moe_runner.layer import RoutedExperts, build_experts
 from moe_runner.router_layer import RouterLogits, build_router, gate_parameters
 from moe_runner.routers import Place, RouterForm, RouterSpec, Routing
@@ -60,6 +61,7 @@ __all__ = [
     "is_routed_call",
     "is_rows_call",
     "keep_experts",
+    "left_behind",
     "names_of",
     "parameter_of",
     "probes",

@@ -19,6 +19,8 @@ from moe_runner._activations import asked_of_engine
 from moe_runner._engine_router import LEAST_LOGIT, engine_arguments
 from moe_runner._errors import NotRunnable
 from moe_runner._loading import ExpertLoader
+from moe_runner._parts import in_parts
+from moe_runner._ranks import copies_of, places_on_rank, rank_arguments
 from moe_runner.routers import RouterForm
 from moe_runner.specs import ExpertsSpec
 
@@ -32,17 +34,21 @@ class RoutedExperts(nn.Module):
         spec: what they compute.
         runner: vLLM's `MoERunner`, built for them.
         places: for each expert its place among those of this rank, or -1, [experts]; None where the runner knows by itself.
+        splits_tokens: tensor-parallel ranks, which hold the same tokens, each send a part of them to experts (sequence parallel).
     """
 
     places: Tensor | None
 
-    def __init__(self, spec: ExpertsSpec, runner: nn.Module, places: Tensor | None = None) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, runner: nn.Module, places: Tensor | None = None, splits_tokens: bool = False
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.runner = runner
         self._arguments = spec.arguments
         self._null = spec.null
         self._experts = spec.num_experts
+        self._splits_tokens = splits_tokens
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -57,8 +63,7 @@ class RoutedExperts(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         weights = weights.to(torch.float32)
         if self.spec.routing is not None:
-            inside: Tensor = self.runner(flat, within_reach(self.spec.routing.form, weights))
-            return inside.view(hidden.shape)
+            return self._send(flat, within_reach(self.spec.routing.form, weights)).view(hidden.shape)
         if self._null is None:
             return self._run(flat, ids, weights).view(hidden.shape)
         is_null = ids >= self._experts
@@ -81,8 +86,12 @@ class RoutedExperts(nn.Module):
         if self.places is not None:  # what other ranks add counts nothing here
             ids = self.places[ids]
             ids, weights = ids.clamp(min=0), weights.masked_fill(ids < 0, 0.0)
-        routing = torch.cat((weights, ids.to(torch.float32)), dim=-1)
-        out: Tensor = self.runner(flat, routing)
+        return self._send(flat, torch.cat((weights, ids.to(torch.float32)), dim=-1))
+
+    def _send(self, flat: Tensor, scores: Tensor) -> Tensor:
+        if self._splits_tokens:
+            return in_parts(self.runner, flat, scores)
+        out: Tensor = self.runner(flat, scores)
         return out
 
 
@@ -116,7 +125,8 @@ def build_experts(
 
     Raises:
         ValueError: there is a correction, and the spec's form has none, or the other way round.
-        NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks.
+        NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks; or tokens or experts would go
+            astray between ranks.
     """
     if not spec.runs_as:
         raise NotRunnable(f"`{prefix}` ({spec.gate}) has no activation of the engine's: set `runs_as`.")
@@ -127,8 +137,8 @@ def build_experts(
     is_biased = spec.routing is not None and spec.routing.form.biased
     if is_biased is not (correction is not None):
         raise ValueError(f"`{prefix}`: a correction goes with a router inside that is biased, and with no other")
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-    from vllm.platforms import current_platform
 
     if spec.routing is not None:
         routing = engine_arguments(spec.routing.form) | {"router_logits_dtype": torch.float32}
@@ -136,6 +146,7 @@ def build_experts(
             routing["e_score_correction_bias"] = correction.detach().view(-1)
         if spec.routing.form.scaling != 1.0:  # not all of vLLM's routers know the factor; its runner does
             routing |= {"routed_scaling_factor": spec.routing.form.scaling, "apply_routed_scale_to_output": True}
+    ranks = rank_arguments(get_current_vllm_config().parallel_config, spec, prefix)
     try:
         runner: nn.Module = FusedMoEFactory(
             num_experts=spec.num_experts,
@@ -143,6 +154,7 @@ def build_experts(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             **routing,
+            **ranks,
             quant_config=quant_config,
             activation=asked.name,
             swiglu_limit=asked.limit,
@@ -155,12 +167,7 @@ def build_experts(
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise NotRunnable(f"vLLM's runner cannot take `{prefix}` ({spec.gate}): {error}") from error
     routed: Any = runner.routed_experts
-    # The kernels of vLLM's CPU platform are handed the map of experts to places and do not look at it.
-    places = routed.expert_map if current_platform.is_cpu() else None
-    if places is not None and spec.routing is not None:
-        raise NotRunnable(
-            f"`{prefix}`: where experts are dealt out over ranks, this platform's kernels are told their places."
-        )
-    layer = RoutedExperts(spec, runner, places)
-    ExpertLoader(spec, asked.interleaved, routed).attach()
+    layer = RoutedExperts(spec, runner, places_on_rank(routed, spec, prefix), ranks["is_sequence_parallel"])
+    copies = copies_of(spec.num_experts, ranks["num_redundant_experts"])
+    ExpertLoader(spec, asked.interleaved, routed, copies).attach()
     return layer

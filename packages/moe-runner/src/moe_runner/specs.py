@@ -88,6 +88,11 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
         return len(self.arguments) == 1
 
     @property
+    def rows_of_a_token(self) -> int:
+        """How many rows the runner is given for each token."""
+        return self.top_k if self.takes_rows else 1
+
+    @property
     def has_bias(self) -> bool:
         """Whether the projections have biases."""
         return any(tensor.bias for tensor in self.tensors)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +14,12 @@ from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import Parallel
 from tf_tools.checkpoints import build_model
-from tf_tools.engine import warm
-from tf_tools.fork import run_in_fork
+from tf_tools.ranks import on_ranks as ranks_of_tools
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+BuildOnRank = Callable[[PreTrainedModel, PreTrainedModel, Planned], None]
 
 TOKENS = 48  # longer than any window of the recipes
 
@@ -70,7 +66,6 @@ class WrittenOut(nn.Module):
 @pytest.fixture
 def on_ranks() -> Callable[..., OnRanks]:
     """`on_ranks("olmo2", 2, num_key_value_heads=1)`: a recipe or model type, split over that many processes."""
-    warm()
 
     def run(name: str, ranks: int, **overrides: Any) -> OnRanks:
         model = build_model(name, overrides=overrides or None)
@@ -81,13 +76,19 @@ def on_ranks() -> Callable[..., OnRanks]:
         tokens = torch.randint(3, config.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             reference = _run(model.base_model, tokens)
-        planned = make_plan(skeleton(config), Parallel(tensor=ranks), capabilities.default())
+        served = skeleton(config)
+        planned = make_plan(served, Parallel(tensor=ranks), capabilities.default())
         assert planned.plan.is_served, [str(refusal) for refusal in planned.plan.refusals]
-        found = run_in_fork(_ranks, 120.0, model, ranks, tokens).value()
-        assert isinstance(found, bytes)
-        return OnRanks(reference, torch.frombuffer(bytearray(found), dtype=torch.float32).view_as(reference), planned)
+        found = ranks_of_tools(_hidden, model, served, planned, tokens, tensor=ranks)
+        return OnRanks(reference, found[0], planned)
 
     return run
+
+
+@pytest.fixture
+def build_on_rank() -> BuildOnRank:
+    """`build_on_rank(model, served, planned)`: make of `served`, planned on meta, what serves `model` on this rank, with its weights."""
+    return _build
 
 
 def _run(base: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,47 +97,24 @@ def _run(base: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _ranks(model: PreTrainedModel, ranks: int, tokens: torch.Tensor) -> bytes:
-    """Fork the other ranks, and be the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["VLLM_DIST_IDENT"] = os.path.basename(folder)  # of their shared memory
-        for rank in range(1, ranks):
-            if os.fork() == 0:
-                try:
-                    _hidden(model, ranks, rank, tokens, folder)
-                except BaseException:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os.killpg(0, signal.SIGKILL)  # the first would wait for it; `run_in_fork` made the group
-                os._exit(0)
-        return _hidden(model, ranks, 0, tokens, folder).numpy().tobytes()
+def _hidden(model: PreTrainedModel, served: PreTrainedModel, planned: Planned, tokens: torch.Tensor) -> torch.Tensor:
+    _build(model, served, planned)
+    return _run(served.get_submodule(planned.plan.base), tokens)
 
 
-def _hidden(model: PreTrainedModel, ranks: int, rank: int, tokens: torch.Tensor, folder: str) -> torch.Tensor:
+def _build(model: PreTrainedModel, served: PreTrainedModel, planned: Planned) -> None:
     from tf_backend.model.apply import Engine, apply
     from tf_backend.weights.checkpoint import weight_loader
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    config = VllmConfig()
-    config.parallel_config.tensor_parallel_size = ranks
-    with set_current_vllm_config(config), torch.no_grad():
-        init_distributed_environment(ranks, rank, f"file://{folder}/rendezvous", rank, "gloo")
-        initialize_model_parallel(ranks)
-        served = skeleton(model.config)
-        planned = make_plan(served, Parallel(tensor=ranks), capabilities.default())
-        engine = Engine(ranks, None, None, torch.device("cpu"), 256)
-        with mock.patch("vllm.model_executor.layers.attention.Attention", WrittenOut):
-            apply(planned.plan, planned.rewrites, served, engine, tabled=planned.tabled)
-        targets = dict(served.named_buffers()) | dict(served.named_parameters(remove_duplicate=False))
-        held = {id(tensor): name for name, tensor in reversed([*model.state_dict(keep_vars=True).items()])}
-        weights = [
-            (name, tensor.detach())
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if held[id(tensor)] == name
-        ]
-        weight_loader(planned).load(weights, targets)
-        for module in served.modules():
-            if hasattr(module, "quant_method") and hasattr(module.quant_method, "process_weights_after_loading"):
-                module.quant_method.process_weights_after_loading(module)
-        return _run(served.get_submodule(planned.plan.base), tokens)
+    on_rank = Engine(planned.plan.provenance.parallel.tensor, None, None, torch.device("cpu"), 256)
+    with mock.patch("vllm.model_executor.layers.attention.Attention", WrittenOut):
+        apply(planned.plan, planned.rewrites, served, on_rank, tabled=planned.tabled)
+    targets = dict(served.named_buffers()) | dict(served.named_parameters(remove_duplicate=False))
+    held = {id(tensor): name for name, tensor in reversed([*model.state_dict(keep_vars=True).items()])}
+    weights = [
+        (name, tensor.detach()) for name, tensor in model.state_dict(keep_vars=True).items() if held[id(tensor)] == name
+    ]
+    weight_loader(planned).load(weights, targets)
+    for module in served.modules():
+        if hasattr(module, "quant_method") and hasattr(module.quant_method, "process_weights_after_loading"):
+            module.quant_method.process_weights_after_loading(module)

@@ -11,7 +11,6 @@ from tf_backend.model.options import _check_weight_options, check_engine_options
 
 PLAIN = {
     "enable_sleep_mode": False,
-    "enable_eplb": False,
     "enable_expert_parallel": False,
     "enable_ep_weight_filter": False,
 }
@@ -31,7 +30,6 @@ def test_none_of_them_is_fine() -> None:
     ("options", "named"),
     [
         ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
-        ({"enable_eplb": True}, "--enable-eplb"),
         ({"weight_transfer": object()}, "--weight-transfer-config"),
         ({"enable_expert_parallel": True, "enable_ep_weight_filter": True}, "--enable-ep-weight-filter"),
     ],

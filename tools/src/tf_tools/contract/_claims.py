@@ -86,6 +86,9 @@ CLAIMS: tuple[Claim, ...] = (
         )
         for name in ("TransformersForCausalLM", "_Refusing")
     ),
+    Implemented(
+        "vllm.model_executor.models.interfaces:MixtureOfExperts", "tf_backend/model/balance.py", "BalancedExperts"
+    ),
 )
 
 

@@ -27,8 +27,22 @@ _CONFIG = "vllm.config:VllmConfig()"
 _BACKEND = "vllm.v1.attention.backend:AttentionBackend"
 _LINEAR = "vllm.model_executor.layers.linear"
 _REGISTERED = "vllm.model_executor.models.registry:_RegisteredModel()"
+_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner()"
+_ROUTED = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts()"
 
 TYPED: tuple[Typed, ...] = (
+    Typed("moe_runner/_ranks.py", "places_on_rank", "routed", _ROUTED),
+    Typed("moe_runner/balance.py", "left_behind", "runner", _RUNNER),
+    Typed("moe_runner/balance.py", "left_behind", "routed", _ROUTED),
+    Typed("tf_backend/model/balance.py", "BalancedExperts.count_experts", "routed", _ROUTED),
+    Typed("tf_backend/model/balance.py", "BalancedExperts.set_eplb_state", "runner", _RUNNER),
+    Typed("tf_backend/model/balance.py", "BalancedExperts.update_physical_experts_metadata", "runner", _RUNNER),
+    Typed(
+        "tf_backend/capabilities/_experts.py",
+        "moe_exchanges_tokens",
+        "communicator",
+        "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase",
+    ),
     Typed("moe_runner/written.py", "_written_experts", "layer", ""),
     Typed("moe_runner/written.py", "_written_block", "layer", ""),
     Typed("tf_backend/cli/_serve_options.py", "parse", "arguments", _OPTIONS),

@@ -1,6 +1,6 @@
-"""Which experts the engine has kernels for.
+"""Which experts the engine has kernels for, and whether their tokens go from rank to rank.
 
-In: vLLM's own selection of a kernel for unquantized experts. Out: names of activations, and what sizes must be multiples of.
+In: vLLM's own selection of a kernel for unquantized experts, its communicator. Out: names of activations, what sizes must be multiples of.
 The selection does not look at the constants of an activation, and most kernels leave them out without a word: where there are some, only
 the kernel that is known to take them counts.
 """
@@ -26,6 +26,17 @@ def moe_size_multiple() -> int:
     """The smallest power of two that a hidden size may be an odd multiple of."""
     sizes = (1 << exponent for exponent in range(10))
     return next((size for size in sizes if _has_kernel("silu", Gate("silu"), _SIZE + size)), _SIZE)
+
+
+def moe_exchanges_tokens() -> bool:
+    """Whether the platform's communicator has what vLLM's exchange of tokens between data-parallel ranks calls."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    communicator = resolve_obj_by_qualname(current_platform.get_device_communicator_cls())
+    has_gather = communicator.all_gatherv is not DeviceCommunicatorBase.all_gatherv
+    return has_gather and communicator.reduce_scatterv is not DeviceCommunicatorBase.reduce_scatterv
 
 
 def _has_kernel(name: str, gate: Gate, hidden_size: int) -> bool:

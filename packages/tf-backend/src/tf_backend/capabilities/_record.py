@@ -16,6 +16,7 @@ moe_activations         the engine's own selection of a kernel for unquantized e
 moe_size_multiple       the smallest power of two for which that selection finds one
 moe_routers             the router that vLLM makes for each form is run and compared with what the form says
 moe_maps_experts        every platform's but the CPU's, whose kernels take a map and do not look at it
+moe_exchanges_tokens    the platform's communicator has the gather and the scatter of uneven parts, which vLLM's base leaves out
 ======================  ===============================================================================================
 """
 
@@ -53,7 +54,7 @@ def record() -> Capabilities:
         )
 
     from tf_backend.capabilities._activations import gated_activations
-    from tf_backend.capabilities._experts import moe_activations, moe_size_multiple
+    from tf_backend.capabilities._experts import moe_activations, moe_exchanges_tokens, moe_size_multiple
     from tf_backend.capabilities._latent import latent_sizes
     from tf_backend.capabilities._routers import moe_routers
 
@@ -84,6 +85,7 @@ def record() -> Capabilities:
         moe_size_multiple=moe_size_multiple(),
         moe_routers=moe_routers(),
         moe_maps_experts=platform != "cpu",
+        moe_exchanges_tokens=moe_exchanges_tokens(),
     )
 
 

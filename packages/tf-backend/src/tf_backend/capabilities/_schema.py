@@ -48,6 +48,9 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     moe_maps_experts: bool
     """Whether kernels of experts look at the map of experts to ranks; otherwise they are told the place of each expert on its rank."""
 
+    moe_exchanges_tokens: bool
+    """Whether data-parallel ranks can give each other their tokens, for experts that lie on all of them."""
+
     def to_json(self) -> bytes:
         """Indented JSON that ends with a newline, fields in the order of the class: what the data files hold."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

@@ -28,7 +28,10 @@ def run(options: argparse.Namespace) -> int:
         plan = plan_folder(
             folder,
             parallel=Parallel(
-                options.tensor_parallel_size, options.pipeline_parallel_size, options.enable_expert_parallel
+                options.tensor_parallel_size,
+                options.pipeline_parallel_size,
+                options.enable_expert_parallel,
+                options.data_parallel_size,
             ),
             capabilities=engine,
             trust_remote_code=options.trust_remote_code,

@@ -70,6 +70,9 @@ def _add_inspect(commands: argparse._SubParsersAction[_Parser], shared: _Parser)
         "--pipeline-parallel-size", type=_positive, default=1, metavar="N", help="stages to plan for (1)"
     )
     parser.add_argument(
+        "--data-parallel-size", type=_positive, default=1, metavar="N", help="replicas that share experts (1)"
+    )
+    parser.add_argument(
         "--enable-expert-parallel", action="store_true", help="whole experts on each rank, not parts of each"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")

@@ -41,6 +41,8 @@ def render_header(console: Console, plan: Plan) -> None:
     table.add_row("transformers", Text(f"{origin.transformers}, torch {origin.torch}"))
     table.add_row("engine", Text(origin.capabilities))
     ranks = f"tensor parallel {origin.parallel.tensor}, pipeline parallel {origin.parallel.pipeline}"
+    if origin.parallel.data > 1:
+        ranks += f", data parallel {origin.parallel.data}"
     if origin.parallel.experts:
         ranks += ", whole experts dealt out"
     table.add_row("ranks", Text(ranks))
@@ -125,12 +127,12 @@ def _experts(console: Console, plan: Plan) -> None:
     """What was read of each class of sparse blocks; nothing where there is none."""
     if not plan.experts:
         return
-    table = _table("Experts, in the engine's runner", "class", "blocks", "what it is", "experts compute", "routing")
+    table = _table("Experts", "class", "blocks", "what it is", "experts compute", "routing")
     lines = Counter(
         (
             entry.cls,
             entry.description,
-            entry.computes,
+            entry.computes if entry.runs == "runner" else f"as written: {entry.why_written}",
             ": ".join(part for part in (entry.routing, entry.router or entry.why_outside) if part),
         )
         for entry in plan.experts

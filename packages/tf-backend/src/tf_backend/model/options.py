@@ -81,11 +81,6 @@ def _check_weight_options(vllm_config: Any) -> None:
             "tf-backend does not take weights from a trainer yet: they arrive in parts, and it takes whole checkpoints alone. "
             "Leave out `--weight-transfer-config` and use `reload_weights`, or use `--model-impl vllm`."
         )
-    if parallel.enable_eplb:
-        raise OptionRefused(
-            "tf-backend does not move experts between ranks yet: no redundant experts are loaded. Leave out `--enable-eplb`, or use "
-            "`--model-impl vllm`."
-        )
     if parallel.enable_expert_parallel and parallel.enable_ep_weight_filter:
         raise OptionRefused(
             "tf-backend reads the weights of all experts, and `--enable-ep-weight-filter` keeps those of other ranks from it. "

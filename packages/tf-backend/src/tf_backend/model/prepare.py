@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tf_backend import capabilities
 from tf_backend.errors import ModelRefused, OptionRefused
+from tf_backend.model.balance_check import check_balance
 from tf_backend.model.latent import check_expanded, latent_cache
 from tf_backend.model.options import check_engine_options
 from tf_backend.model.remote_code import TrustedCode
@@ -74,6 +75,9 @@ def prepare(vllm_config: Any) -> Prepared:
         tensor=vllm_config.parallel_config.tensor_parallel_size,
         pipeline=vllm_config.parallel_config.pipeline_parallel_size,
         experts=vllm_config.parallel_config.enable_expert_parallel,
+        # Where vLLM sees no experts, its data-parallel ranks know nothing of each other.
+        data=vllm_config.parallel_config.data_parallel_size if model_config.is_moe else 1,
+        redundant=vllm_config.parallel_config.eplb_config.num_redundant_experts,
     )
     model = skeleton(model_config.hf_config, model_config.dtype, _trusted_code(model_config))
     known = capabilities.default()
@@ -89,6 +93,7 @@ def prepare(vllm_config: Any) -> Prepared:
         raise ModelRefused(refusals, architecture=planned.plan.provenance.architecture)
     capabilities.check(known)
     check_expanded(vllm_config, planned.plan)
+    check_balance(vllm_config.parallel_config, model_config, planned.plan)
     folder = Path(model_config.model)
     if folder.is_dir() and not getattr(model_config, "model_weights", ""):  # else they lie elsewhere than the config
         loader = check_checkpoint(folder, planned, str(vllm_config.load_config.load_format))

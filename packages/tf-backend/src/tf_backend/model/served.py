@@ -19,6 +19,7 @@ from vllm_layers_bridge.seams.row import Row
 
 from tf_backend.errors import ModelRefused
 from tf_backend.model.apply import Engine, apply
+from tf_backend.model.balance import BalancedExperts
 from tf_backend.model.decoder import Decoder
 from tf_backend.model.head import Head
 from tf_backend.model.options import publish_plan
@@ -63,7 +64,7 @@ class _Stage:
         return cls(passage, absent_modules(plan.stages, plan.layers, group.rank_in_group), group.is_last_rank)
 
 
-class TransformersForCausalLM(nn.Module):
+class TransformersForCausalLM(BalancedExperts, nn.Module):
     """A transformers causal language model, fused by plan and run by the engine."""
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -105,6 +106,7 @@ class TransformersForCausalLM(nn.Module):
         )
         for name, child in model.named_children():
             self.add_module(name, child)
+        self.count_experts(model)
         decoder = Decoder(
             vllm_config=vllm_config,
             prefix=prefix,

@@ -240,9 +240,10 @@ def _runnable(spec: ExpertsSpec, capabilities: Capabilities, parallel: Parallel)
         raise _NotServed(
             f"the engine's kernel takes hidden sizes that are multiples of {multiple}, and its is {spec.hidden_size}"
         )
-    if parallel.experts and spec.num_experts < parallel.tensor:
-        raise _NotServed(f"its {spec.num_experts} experts cannot be dealt out over {parallel.tensor} ranks")
-    ranks = 1 if parallel.experts else parallel.tensor
+    _check_exchange(spec, capabilities, parallel)
+    if parallel.experts and spec.num_experts + parallel.redundant < parallel.expert_ranks:
+        raise _NotServed(f"its {spec.num_experts} experts cannot be dealt out over {parallel.expert_ranks} ranks")
+    ranks = 1 if parallel.experts else parallel.expert_ranks
     if spec.intermediate_size % ranks:
         raise _NotServed(f"{ranks} ranks do not divide the {spec.intermediate_size} features within its experts")
     if name == "swigluoai" and (spec.intermediate_size // ranks) % multiple:
@@ -251,3 +252,19 @@ def _runnable(spec: ExpertsSpec, capabilities: Capabilities, parallel: Parallel)
             f"{spec.intermediate_size // ranks}"
         )
     return msgspec.structs.replace(spec, runs_as=name)
+
+
+def _check_exchange(spec: ExpertsSpec, capabilities: Capabilities, parallel: Parallel) -> None:
+    """Data-parallel ranks have tokens of their own, which must reach experts, or parts of them, on all of these ranks."""
+    if parallel.data == 1:
+        return
+    if not capabilities.moe_exchanges_tokens:
+        raise _NotServed("data-parallel ranks of this platform cannot give each other the tokens for its experts")
+    if spec.rows_of_a_token > 1:
+        raise _NotServed(
+            f"its experts take {spec.rows_of_a_token} rows of each token, and data-parallel ranks exchange as many rows as there are tokens"
+        )
+    if parallel.experts and not capabilities.moe_maps_experts:
+        raise _NotServed(
+            "its experts are dealt out over ranks that exchange the ids of experts, and this platform's kernels are told places on one rank"
+        )

@@ -277,11 +277,24 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Parallel(msgspec.Struct, frozen=True):
-    """Ranks that the model is planned for. `experts`: whole experts are dealt out over the tensor-parallel ranks, not parts of each."""
+    """Ranks that the model is planned for.
+
+    experts: whole experts are dealt out over the tensor-parallel ranks, not parts of each.
+    data: ranks that serve requests of their own, and share their experts: those are split or dealt out over the tensor-parallel
+        ranks of all of them.
+    redundant: places for experts beyond one for each, over all ranks.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     experts: bool = False
+    data: int = 1
+    redundant: int = 0
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that the experts of a layer lie on."""
+        return self.tensor * self.data
 
 
 class Provenance(msgspec.Struct, frozen=True):
