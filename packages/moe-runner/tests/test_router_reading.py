@@ -213,6 +213,7 @@ UNKNOWN: dict[str, Spelled] = {
     "root of the shares": odd(shares=lambda self, weights: weights.sqrt())(PLAIN),
     "another score": odd(logits=lambda self, x: Spelled.logits(self, x).exp())(PLAIN),
     "shares that are sums": odd(shares=lambda self, weights: weights.cumsum(-1))(PLAIN),
+    "small weights left out": odd(shares=lambda self, weights: weights.where(weights > 1e-4, 0.0))(PLAIN),
     "a softmax twice": odd(shares=lambda self, weights: weights.softmax(-1))(PLAIN),
 }
 
@@ -222,6 +223,27 @@ def test_what_is_none_of_the_forms_is_unread(what: str) -> None:
     found = read(UNKNOWN[what])
     assert (found.spec, found.form) == (None, None)
     assert "none of the forms that are known" in found.reason
+
+
+def _with_room(room: Callable[[int], int]) -> Callable[..., Any]:
+    """A forward whose experts take `room(tokens)` and no more, the first that come."""
+
+    def forward(self: Spelled, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, ids, weights = Spelled.forward(self, x)
+        taken = F.one_hot(ids, E)
+        before = (taken.flatten(0, 1).cumsum(0).view_as(taken) * taken).sum(-1)
+        return logits, ids, weights.where(before <= room(len(logits)), 0.0)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "room", [lambda tokens: max(4, 2 * tokens * K // E), lambda tokens: 1000], ids=["a part", "1000"]
+)
+def test_experts_that_take_so_many_tokens_and_no_more_are_told(room: Callable[[int], int]) -> None:
+    """Of tokens that choose at random none is left out; the engine's batches are of any kind."""
+    assert "how many others choose the same experts" in read(odd(forward=_with_room(room))(PLAIN)).reason
+    assert read(odd(forward=_with_room(lambda tokens: tokens))(PLAIN)).form == PLAIN
 
 
 def test_what_cannot_be_run_or_compared_is_unread() -> None:

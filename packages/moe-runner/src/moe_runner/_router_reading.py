@@ -23,6 +23,11 @@ from moe_runner.routers import Place, RouterForm, RouterSpec
 
 _NEAR = 1e-4
 """Relative; what a router computes in float32 of scores down to e**-75 is off by a quarter of it."""
+_NEARER = 1e-5
+"""The same where logits spread by no more than `_MODERATE`: what a router does to small weights alone shows there."""
+_MODERATE = 2.0
+_CROWD = 4096
+"""Tokens that all choose the same experts: one that takes so many and no more would have to leave some out."""
 _CLEAR = 1e-4
 """Relative distance between the last that is chosen and the first that is not, below which a token says nothing."""
 _ENOUGH = 0.5
@@ -152,7 +157,11 @@ class _Reading:
             for row in rows:
                 if row.shape != found.shape:
                     raise _Unread("its router returns something else that is used")
-                candidates = [(roles, form) for roles, form in candidates if _near(self._logits(roles, x), row)]
+                candidates = [
+                    (roles, form) for roles, form in candidates if _near(self._logits(roles, x), row, self.near)
+                ]
+            if len(candidates) == 1:
+                self._require_room(found[:1], ids[:1], x[:1])
         if len(candidates) != 1:
             why = "what its router gives is none of the forms that are known"
             if candidates:
@@ -182,7 +191,9 @@ class _Reading:
         """Hidden states [tokens, hidden] whose logits spread more and less, and some whose logits are all low."""
         sizes = [size for size, count in _SPREADS for _ in range(count)]
         moved = [0.0] * len(sizes) + [shift for shift in sorted({-20.0, -45.0, *shifts}) for _ in range(12)]
+        self.near = torch.tensor([_NEARER if size <= _MODERATE else _NEAR for size in sizes])
         sizes += [1.0] * (len(moved) - len(sizes))
+        self.near = torch.cat((self.near, self.near.new_full((len(sizes) - len(self.near),), _NEAR)))
         generator = torch.Generator().manual_seed(6)
         x = torch.randn((len(sizes), self.width), generator=generator, dtype=self.copy.dtype)
         x *= torch.tensor(sizes, dtype=x.dtype)[:, None]
@@ -202,6 +213,15 @@ class _Reading:
             raise _Unread("its router does not return weights and ids of one shape, a row for each token")
         self.top_k = int(ids.shape[1])
         return weights.to(x.dtype), ids.to(torch.int64), [out[at].to(x.dtype) for at in self.logits]
+
+    def _require_room(self, found: Tensor, ids: Tensor, x: Tensor) -> None:
+        """That a token [1, hidden] gets what it got, `found` [1, experts] by `ids` [1, k], among many that are like it."""
+        weights, chosen, _ = self._given(x.expand(_CROWD, -1))
+        crowd = torch.zeros((_CROWD, self.experts), dtype=self.copy.dtype).scatter_add(1, chosen, weights)
+        if not bool((chosen.sort(dim=1).values == ids.sort(dim=1).values).all()) or not _near(
+            crowd, found.expand_as(crowd), self.near[:1].expand(_CROWD)
+        ):
+            raise _Unread("what its router gives for a token depends on how many others choose the same experts")
 
     def _logits(self, roles: _Roles, x: Tensor) -> Tensor:
         logits = x @ self.tensors[self.matrix].t()
@@ -232,7 +252,7 @@ class _Reading:
             wanted = found[clear]
             size = float((wanted * given).sum() / given.square().sum())
             for factor in sorted(f for f in factors if abs(f - size) < _NEAR * abs(f)):
-                if _near(given * factor, wanted):
+                if _near(given * factor, wanted, self.near[clear]):
                     yield roles, msgspec.structs.replace(form, scaling=form.scaling * factor)
                     break
 
@@ -276,9 +296,10 @@ _SCALES = ((-0.6, 0.6, False), (-1.0, 1.0, True), (-2.5, -1.2, False), (-6.0, 6.
 experts of next to no score are chosen."""
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
+def _near(one: Tensor, other: Tensor, tolerance: Tensor) -> bool:
+    """Whether rows agree within a part of their largest, [rows]."""
     size = other.abs().amax(dim=1).clamp(min=1e-300)
-    return bool(((one - other).abs().amax(dim=1) / size < _NEAR).all())
+    return bool(((one - other).abs().amax(dim=1) / size < tolerance.to(size.dtype)).all())
 
 
 def _buffers(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
