@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 from tf_backend.cli._render import _ranges, render_diffs, render_plan
-from tf_backend.plan.schema import LatentPlan, Plan, Refusal
+from tf_backend.plan.schema import ExpertsPlan, LatentPlan, Plan, Refusal
 
 
 def _printed(plan: Plan, *, terminal: bool = False, diffs: bool = False) -> str:
@@ -52,6 +52,19 @@ def test_keys_and_values_that_could_be_narrower_are_told(toy_plan: Plan) -> None
     assert "65,536 bytes per token and layer in 16 bits; compressed (512 + 64) they would take 1,152" in " ".join(
         text.split()
     )
+
+
+def test_experts_in_the_runner_are_told_from_those_as_written_and_why(toy_plan: Plan) -> None:
+    fused = ExpertsPlan("model.layers.0.mlp", "experts", "ToyBlock", "4 experts", "silu, as `silu`", why_outside="odd")
+    written = ExpertsPlan(
+        "model.layers.1.mlp", "experts", "OddBlock", "4 experts", "not known", "as written", "no kernel computes them"
+    )
+    text = _printed(msgspec.structs.replace(toy_plan, experts=(fused, written)))
+    assert "in the engine's runner: silu, as `silu`" in _line(text, "ToyBlock")
+    assert "as written: no kernel computes them" in _line(text, "OddBlock")
+    assert "not known" not in text
+    only_written = _printed(msgspec.structs.replace(toy_plan, experts=(written,)))
+    assert "runner" not in only_written
 
 
 def test_head_is_a_chain(toy_plan: Plan) -> None:

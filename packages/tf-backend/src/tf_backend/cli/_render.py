@@ -127,12 +127,14 @@ def _experts(console: Console, plan: Plan) -> None:
     """What was read of each class of sparse blocks; nothing where there is none."""
     if not plan.experts:
         return
-    table = _table("Experts", "class", "blocks", "what it is", "experts compute", "routing")
+    table = _table("Experts", "class", "blocks", "what it is", "its experts", "routing")
     lines = Counter(
         (
             entry.cls,
             entry.description,
-            entry.computes if entry.runs == "runner" else f"as written: {entry.why_written}",
+            f"in the engine's runner: {entry.computes}"
+            if entry.runs == "runner"
+            else f"as written: {entry.why_written}",
             ": ".join(part for part in (entry.routing, entry.router or entry.why_outside) if part),
         )
         for entry in plan.experts
