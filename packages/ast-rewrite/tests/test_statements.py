@@ -1,7 +1,7 @@
 """Inserting and deleting statements: text before and after."""
 
 import pytest
-from ast_rewrite import Refused
+from ast_rewrite import Refused, SourceSpan
 
 
 def test_a_statement_goes_before_the_one_that_contains_the_span(case):
@@ -211,6 +211,20 @@ def test_a_name_bound_anew_before_it_is_read_lets_the_statement_go(case):
     c = case("def f(x):\n    y = g(x)\n    y = x\n    return y\n")
     c.patch.delete(c.at("g(x)"))
     assert c.body() == "y = x\nreturn y\n"
+
+
+def test_an_addition_to_a_name_goes_and_the_name_stays(case):
+    c = case("def f(x):\n    y = x\n    y += g(x)\n    return y\ng = abs\n")
+    statement = c.source.tree.body[1]
+    c.patch.delete(SourceSpan.of(statement))
+    assert c.body() == "y = x\nreturn y\n"
+    assert c.run(-1) == -1
+
+
+def test_an_addition_to_an_object_stays(case):
+    c = case("def f(x):\n    x.y += g(x)\n    return x\n")
+    with pytest.raises(Refused, match="stores into an object"):
+        c.patch.delete(SourceSpan.of(c.source.tree.body[0]))
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,16 @@ from moe_runner import (
     NotRunnable,
     RouterForm,
     Routing,
+    SharedSpec,
     build_experts,
+    build_shared,
     parameter_of,
 )
 from moe_runner._parts import _part_of_tokens
 from moe_runner._ranks import copies_of, rank_arguments
 from moe_runner.layer import RoutedExperts
 from tf_tools.ranks import on_ranks, stand_ins
-from torch import Tensor
+from torch import Tensor, nn
 
 E, H, M, K = 4, 64, 64, 2
 TENSORS = (
@@ -61,8 +63,31 @@ def expected(x: Tensor, ids: Tensor, weights: Tensor, bias: float = 1.0) -> Tens
     return out
 
 
+BESIDE = numbers(H, H)
+
+
+class Share(nn.Module):
+    """What a linear that is split on its inputs gives on a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+        size = H // get_tensor_model_parallel_world_size()
+        mine = slice(get_tensor_model_parallel_rank() * size, (get_tensor_model_parallel_rank() + 1) * size)
+        return x[..., mine] @ BESIDE[:, mine].T
+
+
+class Whole(nn.Module):
+    """The same linear, whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ BESIDE.T
+
+
 def loaded(spec: ExpertsSpec, prefix: str) -> RoutedExperts:
-    layer = build_experts(spec, prefix)
+    block = nn.Module()
+    block.share, block.whole = Share(), Whole()
+    layer = build_experts(spec, prefix, shared=None if spec.shared is None else build_shared(spec.shared, block))
     parameters = dict(layer.named_parameters())
     for tensor in spec.tensors:
         parameter = parameters[parameter_of(tensor)]
@@ -151,6 +176,34 @@ def test_tensor_parallel_ranks_send_each_token_once() -> None:
     found = on_ranks(run, *CASES[:2], tensor=2, data=2, enable_expert_parallel=True)
     plain = expected(X, IDS, WEIGHTS)
     assert max(errors(found, plain, plain, tensor=2)) < 1e-5
+
+
+SHARED = msgspec.structs.replace(SPEC, shared=SharedSpec("", "share", ndim=3))
+WHOLE = msgspec.structs.replace(SPEC, shared=SharedSpec("", "whole", whole=True))
+
+
+def counted_everywhere(layer: RoutedExperts) -> None:
+    runner: Any = layer.runner
+    for module in (layer.beside, getattr(runner._shared_experts, "_layer", None)):
+        if module is not None:
+            module.is_counted = True
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("tensor", "dealt_out"), [(1, True), (1, False), (2, True)])
+def test_shared_experts_are_added_once_for_each_token(tensor: int, dealt_out: bool) -> None:
+    """Where tensor-parallel ranks send parts of the tokens, what each gives of a token's shared experts is of all of them still."""
+    cases: list[Case] = [(spec, IDS, WEIGHTS, whole) for spec in (SHARED, WHOLE)]
+    found = on_ranks(run, *cases, tensor=tensor, data=2, enable_expert_parallel=dealt_out)
+    both = expected(X, IDS, WEIGHTS) + X @ BESIDE.T
+    assert max(errors(found, both, both, tensor=tensor)) < 1e-5
+
+
+@pytest.mark.engine
+def test_shared_experts_that_every_rank_counts_would_be_seen() -> None:
+    case: Case = (WHOLE, IDS, WEIGHTS, counted_everywhere)
+    found = on_ranks(run, case, tensor=2, data=2, enable_expert_parallel=True)
+    assert min(errors(found, expected(X, IDS, WEIGHTS) + X @ BESIDE.T, tensor=2)) > 1e-2
 
 
 def as_if_for_this_rank_alone(layer: RoutedExperts) -> None:

@@ -28,7 +28,7 @@ def test_the_example_prints_what_the_readme_says(capsys: pytest.CaptureFixture[s
     exec(compile(code, str(file), "exec"), {"__name__": "mymodel"})
     said = re.findall(r"^# (.*)$", code, re.MULTILINE)
     assert capsys.readouterr().out.splitlines() == said
-    assert len(said) == 11
+    assert len(said) == 12
 
 
 def test_neither_vllm_nor_transformers_is_imported_before_a_layer_is_built() -> None:

@@ -17,13 +17,14 @@ _JUMPS = (ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await)
 
 def require_no_other_effect(source: FunctionSource, statement: ast.stmt, span: SourceSpan) -> None:
     """Raises Refused unless all that a statement does, besides binding names, is the call at `span`."""
-    if not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
+    is_whole = isinstance(statement, ast.AugAssign) and span.contains(SourceSpan.of(statement))
+    if not is_whole and not isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
         raise Refused(
             f"a {type(statement).__name__} statement cannot be deleted; expected an expression or an assignment to names",
             SourceSpan.of(statement),
         )
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign | ast.AugAssign) else targets
     for target in targets:
         for node in ast.walk(target):
             if isinstance(node, ast.Attribute | ast.Subscript):
@@ -47,6 +48,8 @@ def require_unread(rendering: Rendering) -> None:
     order = {node: at for at, node in enumerate(node for s in current.tree.body for node in evaluated(s))}
     outside = declared_outside(current.tree)
     for original, statement in zip(deleted, gone, strict=True):
+        if isinstance(statement, ast.AugAssign):
+            continue  # its name is bound before it, and keeps that value
         for name in sorted({name for node in evaluated(statement) for name in bound_by(node)}):
             if name in outside:
                 raise Refused(f"{name} is global or nonlocal, and others may read it", SourceSpan.of(original))

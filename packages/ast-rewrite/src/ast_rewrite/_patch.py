@@ -82,6 +82,8 @@ class Patch:
     def delete(self, span: SourceSpan) -> None:
         """Delete the statement that contains `span`, whose value is not needed any more.
 
+        Where `span` is all of ``name += value``, it is what is added that is not needed: the name keeps what it had, and may be read.
+
         Refused if the statement binds a name that is read after it, calls anything outside of `span`, stores into an object,
         or is no expression and no assignment.
         """

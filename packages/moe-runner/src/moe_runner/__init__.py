@@ -21,7 +21,9 @@ from moe_runner.balance import left_behind
 from moe_runner.layer import RoutedExperts, build_experts
 from moe_runner.router_layer import RouterLogits, build_router, gate_parameters
 from moe_runner.routers import Place, RouterForm, RouterSpec, Routing
-from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, WrittenExpertsSpec
+from moe_runner.shared_layer import SharedExperts, build_shared
+from moe_runner.shared_site import SharedSite, find_shared
+from moe_runner.specs import AnyExpertsSpec, ExpertsSpec, ExpertTensor, Gate, SharedSpec, WrittenExpertsSpec
 from moe_runner.written import WRITTEN, WrittenExperts, keep_experts
 
 __all__ = [
@@ -47,16 +49,21 @@ __all__ = [
     "RouterSpec",
     "Routing",
     "RowsGiven",
+    "SharedExperts",
+    "SharedSite",
+    "SharedSpec",
     "SparseBlock",
     "WrittenExperts",
     "WrittenExpertsSpec",
     "asked_of_engine",
     "build_experts",
     "build_router",
+    "build_shared",
     "engine_activation",
     "engine_arguments",
     "experts_passed_by",
     "find_router",
+    "find_shared",
     "gate_parameters",
     "is_routed_call",
     "is_rows_call",

@@ -22,6 +22,7 @@ from moe_runner._loading import ExpertLoader
 from moe_runner._parts import in_parts
 from moe_runner._ranks import copies_of, places_on_rank, rank_arguments
 from moe_runner.routers import RouterForm
+from moe_runner.shared_layer import Scaled, SharedExperts
 from moe_runner.specs import ExpertsSpec
 
 _MOST_EXPERTS = 1 << 24
@@ -35,12 +36,18 @@ class RoutedExperts(nn.Module):
         runner: vLLM's `MoERunner`, built for them.
         places: for each expert its place among those of this rank, or -1, [experts]; None where the runner knows by itself.
         splits_tokens: tensor-parallel ranks, which hold the same tokens, each send a part of them to experts (sequence parallel).
+        beside: shared experts that the runner does not call: their share of a rank is one of all tokens, and it is given a part of them.
     """
 
     places: Tensor | None
 
     def __init__(
-        self, spec: ExpertsSpec, runner: nn.Module, places: Tensor | None = None, splits_tokens: bool = False
+        self,
+        spec: ExpertsSpec,
+        runner: nn.Module,
+        places: Tensor | None = None,
+        splits_tokens: bool = False,
+        beside: SharedExperts | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -49,6 +56,7 @@ class RoutedExperts(nn.Module):
         self._null = spec.null
         self._experts = spec.num_experts
         self._splits_tokens = splits_tokens
+        self.beside = beside
         self.register_buffer("places", places, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,7 +98,8 @@ class RoutedExperts(nn.Module):
 
     def _send(self, flat: Tensor, scores: Tensor) -> Tensor:
         if self._splits_tokens:
-            return in_parts(self.runner, flat, scores)
+            routed = in_parts(self.runner, flat, scores)
+            return routed if self.beside is None else routed + self.beside.over_ranks(flat)
         out: Tensor = self.runner(flat, scores)
         return out
 
@@ -113,8 +122,21 @@ def within_reach(form: RouterForm, logits: Tensor) -> Tensor:
     return torch.maximum(logits, logits.amax(dim=-1, keepdim=True) + LEAST_LOGIT)
 
 
+def _scaling(factor: float, shared: SharedExperts | None) -> dict[str, Any]:
+    """How the runner is told of a factor on the routed experts alone: not all of vLLM's routers know one."""
+    if factor == 1.0:
+        return {}
+    if shared is not None:
+        return {"routed_output_transform": Scaled(factor)}
+    return {"routed_scaling_factor": factor, "apply_routed_scale_to_output": True}
+
+
 def build_experts(
-    spec: ExpertsSpec, prefix: str, quant_config: Any = None, correction: Tensor | None = None
+    spec: ExpertsSpec,
+    prefix: str,
+    quant_config: Any = None,
+    correction: Tensor | None = None,
+    shared: SharedExperts | None = None,
 ) -> RoutedExperts:
     """Build the layer on the current device and in the current default dtype, its weights not loaded.
 
@@ -122,9 +144,10 @@ def build_experts(
         prefix: full name, unique in the model; vLLM wants exactly one integer in it.
         quant_config: the engine's.
         correction: what a router inside adds to scores for the choice, of one entry per expert: the tensor that will be loaded.
+        shared: the spec's shared experts, from `build_shared`.
 
     Raises:
-        ValueError: there is a correction, and the spec's form has none, or the other way round.
+        ValueError: there is a correction, and the spec's form has none, or the other way round; shared experts likewise.
         NotRunnable: the installed vLLM has no kernel for these sizes, or this activation, on these ranks; or tokens or experts would go
             astray between ranks.
     """
@@ -137,6 +160,8 @@ def build_experts(
     is_biased = spec.routing is not None and spec.routing.form.biased
     if is_biased is not (correction is not None):
         raise ValueError(f"`{prefix}`: a correction goes with a router inside that is biased, and with no other")
+    if (spec.shared is None) is not (shared is None) or (shared is not None and spec.takes_rows):
+        raise ValueError(f"`{prefix}`: shared experts go with a spec that has them, of experts that are given tokens")
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
@@ -144,9 +169,9 @@ def build_experts(
         routing = engine_arguments(spec.routing.form) | {"router_logits_dtype": torch.float32}
         if correction is not None:
             routing["e_score_correction_bias"] = correction.detach().view(-1)
-        if spec.routing.form.scaling != 1.0:  # not all of vLLM's routers know the factor; its runner does
-            routing |= {"routed_scaling_factor": spec.routing.form.scaling, "apply_routed_scale_to_output": True}
+        routing |= _scaling(spec.routing.form.scaling, shared)
     ranks = rank_arguments(get_current_vllm_config().parallel_config, spec, prefix)
+    splits_tokens = ranks["is_sequence_parallel"]
     try:
         runner: nn.Module = FusedMoEFactory(
             num_experts=spec.num_experts,
@@ -163,11 +188,13 @@ def build_experts(
             has_bias=spec.has_bias,
             ckpt_names=("gate", "down", "up" if spec.gate.gated else None),
             prefix=prefix,
+            shared_experts=None if splits_tokens else shared,
         )
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise NotRunnable(f"vLLM's runner cannot take `{prefix}` ({spec.gate}): {error}") from error
     routed: Any = runner.routed_experts
-    layer = RoutedExperts(spec, runner, places_on_rank(routed, spec, prefix), ranks["is_sequence_parallel"])
+    beside = shared if splits_tokens else None
+    layer = RoutedExperts(spec, runner, places_on_rank(routed, spec, prefix), splits_tokens, beside)
     copies = copies_of(spec.num_experts, ranks["num_redundant_experts"])
     ExpertLoader(spec, asked.interleaved, routed, copies).attach()
     return layer

@@ -55,6 +55,21 @@ class ExpertTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     bias: bool = False
 
 
+class SharedSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Shared experts that the runner calls beside the routed ones and adds to them: ``child(x)``, or ``sigmoid(gate(x)) * child(x)``.
+
+    child, gate: names of children of the block; `gate` is empty where there is none. block: its full name.
+    ndim: dimensions of the hidden states that they are called with, [tokens, hidden] or [1, tokens, hidden].
+    whole: what they give is whole on each tensor-parallel rank, and not a share of it; one rank alone adds it then.
+    """
+
+    block: str
+    child: str
+    gate: str = ""
+    ndim: int = 2
+    whole: bool = False
+
+
 class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     """Experts that are called with hidden states [tokens, hidden], ids [tokens, top_k] and weights [tokens, top_k].
 
@@ -68,6 +83,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     runs_as: vLLM's name for the gate, once it is known what the engine's kernels take; see `engine_activation`.
     routing: how the runner chooses the experts itself; None where it is told. Where it does, the router's logits [tokens, experts] stand
     in the place of the weights, and what stands in that of the ids is not looked at.
+    shared: what every token goes through beside them, of the same hidden states; None where there is none, or where the block adds it.
     """
 
     num_experts: int
@@ -81,6 +97,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, tag="experts"):
     runs_as: str = ""
     name: str = ""
     routing: Routing | None = None
+    shared: SharedSpec | None = None
 
     @property
     def takes_rows(self) -> bool:

@@ -80,7 +80,7 @@ def test_the_engine_chooses_among_groups_with_a_correction(tmp_path: Path) -> No
     corrections = [value for name, value in load_file(file).items() if name.endswith("e_score_correction_bias")]
     assert len(corrections) == 2
     assert all(float(value.std()) > 0.1 for value in corrections)
-    assert_equal(folder, "RoutedExperts", "RouterLogits", eager=False)
+    assert_equal(folder, "RoutedExperts", "RouterLogits", "Scaled", "SharedExperts", eager=False)
 
 
 def test_experts_with_biases_in_alternating_rows(tmp_path: Path) -> None:

@@ -36,3 +36,13 @@ def test_biases_of_experts_are_counted_once(assert_equal_on_two_ranks: Check, tm
 
 def test_experts_that_are_dealt_out(assert_equal_on_two_ranks: Check, checkpoint: Callable[[str], Path]) -> None:
     assert_equal_on_two_ranks(checkpoint("mixtral"), tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_shared_experts_are_summed_once(assert_equal_on_two_ranks: Check, tmp_path: Path) -> None:
+    sizes = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+    }
+    assert_equal_on_two_ranks(make_checkpoint("qwen2_moe", tmp_path / "model", overrides=sizes), tensor_parallel_size=2)

@@ -98,8 +98,12 @@ def _run(base: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden(model: PreTrainedModel, served: PreTrainedModel, planned: Planned, tokens: torch.Tensor) -> torch.Tensor:
+    from vllm.config import get_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
     _build(model, served, planned)
-    return _run(served.get_submodule(planned.plan.base), tokens)
+    with set_forward_context(None, get_current_vllm_config()):
+        return _run(served.get_submodule(planned.plan.base), tokens)
 
 
 def _build(model: PreTrainedModel, served: PreTrainedModel, planned: Planned) -> None:

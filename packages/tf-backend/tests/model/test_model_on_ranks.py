@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+import moe_runner
+import msgspec
 import pytest
+from moe_runner import ExpertsSpec
 from tf_backend.plan.schema import ParameterShard
-from vllm_layers_bridge.layers import parallel_norm, shards
+from vllm_layers_bridge.layers import linear, parallel_norm, shards
 from vllm_layers_bridge.specs import LinearSpec, RMSNormSpec
 
 pytestmark = pytest.mark.engine
@@ -24,6 +28,14 @@ GEMMA4 = {
     "pad_token_id": 0,
 }
 
+DEEPSEEK = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "first_k_dense_replace": 0, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+UNEVEN = {**QWEN, "shared_expert_intermediate_size": 63}
+
 # How a module is split -> model type, ranks, config values.
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "a query norm over all heads, one key-value head on both ranks": ("olmo2", 2, {"num_key_value_heads": 1}),
@@ -39,6 +51,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"use_qk_norm": True, "pad_token_id": 0},
     ),
     "key and value projections that are not merged, on two ranks each": ("gemma4_text", 4, GEMMA4),
+    "shared experts in the runner, beside a factor": ("deepseek_v3", 2, DEEPSEEK),
 }
 
 
@@ -54,6 +67,30 @@ def test_ranks_together_give_what_transformers_gives(case: str, on_ranks: Callab
     if name == "cohere":
         split = [shard for module in result.planned.plan.modules for shard in module.shards]
         assert ParameterShard("k_norm.weight", 0, 2) in split
+
+
+def test_shared_experts_that_cannot_be_split_are_counted_once(on_ranks: Callable[..., Any]) -> None:
+    result = on_ranks("qwen2_moe", 2, **UNEVEN)
+    assert result.error < 1e-5
+    shared = [layer.shared for m in result.planned.plan.modules for layer in m.layers if isinstance(layer, ExpertsSpec)]
+    assert [spec is not None and spec.whole for spec in shared] == [True, True]
+
+
+def test_shared_experts_that_are_summed_twice_would_be_seen(
+    on_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def summing(spec: Any, *args: Any) -> Any:
+        return linear.build_linear(msgspec.structs.replace(spec, reduces=True), *args)
+
+    monkeypatch.setattr(import_module("vllm_layers_bridge.layers.build"), "build_linear", summing)
+    assert on_ranks("qwen2_moe", 2, **QWEN).error > 1e-3
+
+
+def test_shared_experts_that_each_rank_counts_would_be_seen(
+    on_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_runner, "build_shared", moe_runner.SharedExperts)
+    assert on_ranks("qwen2_moe", 2, **UNEVEN).error > 1e-3
 
 
 def test_another_ranks_run_of_a_norm_would_be_seen(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tf_backend.capabilities import Capabilities
 from tf_backend.errors import OptionRefused
-from tf_backend.zoo import plan_level, serve_level, stand_ins
+from tf_backend.zoo import numbers_level, plan_level, serve_level, stand_ins
 from tf_backend.zoo.numbers_level import difference, numbers_verdict
 from tf_backend.zoo.plan_level import plan_facts
 from tf_backend.zoo.stand_ins import NoStandIn
@@ -39,7 +39,8 @@ def test_a_miss_has_its_class_fusion_and_line(entry: Get, platform: Capabilities
 
 
 @pytest.mark.parametrize(
-    ("name", "variants"), [("causal/llama", 3), ("causal/phi3", 3), ("causal/gpt2", 1), ("causal/diffllama", 4)]
+    ("name", "variants"),
+    [("causal/llama", 3), ("causal/phi3", 3), ("causal/gpt2", 1), ("causal/diffllama", 4), ("causal/qwen2_moe", 4)],
 )
 def test_rewrites_compute_what_their_originals_do(entry: Get, platform: Capabilities, name: str, variants: int) -> None:
     verdict = numbers_verdict(entry(name), platform)
@@ -61,6 +62,15 @@ def test_a_shard_in_the_wrong_place_is_seen(
     verdict = numbers_verdict(entry(name), platform)
     assert verdict.status == "wrong"
     assert cls in verdict.reason
+
+
+def test_shared_experts_that_the_runner_leaves_out_are_seen(
+    entry: Get, platform: Capabilities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numbers_level, "experts_stand_in", lambda spec, block, name: block.get_submodule(name))
+    verdict = numbers_verdict(entry("causal/qwen2_moe"), platform)
+    assert verdict.status == "wrong"
+    assert "Qwen2MoeSparseMoeBlock, shared_experts" in verdict.reason
 
 
 def test_a_layer_without_a_stand_in_is_told_and_the_others_are_compared(

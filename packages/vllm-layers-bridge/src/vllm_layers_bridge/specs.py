@@ -32,7 +32,8 @@ class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
     """``y = x W^T + b`` in place of a child: `style` says how it is laid over ranks.
 
     `transposed`: the child keeps W^T, [in, out], as transformers' `Conv1D` does. `runs` and `copies`: of a column split, how many runs of
-    outputs there are where ranks outnumber them, and on how many ranks each of them is.
+    outputs there are where ranks outnumber them, and on how many ranks each of them is. `reduces`: a row split sums over ranks itself;
+    otherwise what it gives is the share of a rank, and who takes it sums.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LinearSpec(msgspec.Struct, frozen=True, tag="linear"):
     transposed: bool = False
     runs: int | None = None
     copies: int = 1
+    reduces: bool = True
 
 
 class MergedLinearSpec(msgspec.Struct, frozen=True, tag="merged_linear"):

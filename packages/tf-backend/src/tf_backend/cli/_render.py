@@ -127,7 +127,8 @@ def _experts(console: Console, plan: Plan) -> None:
     """What was read of each class of sparse blocks; nothing where there is none."""
     if not plan.experts:
         return
-    table = _table("Experts", "class", "blocks", "what it is", "its experts", "routing")
+    columns = ("class", "blocks", "what it is", "its experts", "routing", "shared experts")
+    table = _table("Experts", *columns)
     lines = Counter(
         (
             entry.cls,
@@ -136,11 +137,12 @@ def _experts(console: Console, plan: Plan) -> None:
             if entry.runs == "runner"
             else f"as written: {entry.why_written}",
             ": ".join(part for part in (entry.routing, entry.router or entry.why_outside) if part),
+            ": ".join(part for part in (entry.shared_runs, entry.why_shared_outside) if part) or "none",
         )
         for entry in plan.experts
     )
-    for (cls, description, computes, routing), count in lines.items():
-        table.add_row(*(Text(cell) for cell in (cls, str(count), description, computes, routing)))
+    for (cls, *cells), count in lines.items():
+        table.add_row(*(Text(cell) for cell in (cls, str(count), *cells)))
     console.print(table)
 
 

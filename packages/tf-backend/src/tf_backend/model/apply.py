@@ -127,7 +127,10 @@ def _replace(plan: ModulePlan, model: nn.Module, context: BuildContext, prefix: 
         correction = None
         if spec.routing is not None and spec.routing.correction:
             correction = _tensor_on(model, spec.routing.correction, device)
-        _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config, correction))
+        shared = None
+        if spec.shared is not None:
+            shared = moe_runner.build_shared(spec.shared, model.get_submodule(spec.shared.block))
+        _set(model, plan.name, moe_runner.build_experts(spec, name, context.quant_config, correction, shared))
     elif isinstance(spec, RouterSpec):
         _set(model, plan.name, moe_runner.build_router(spec, model.get_submodule(plan.name), name))
     elif isinstance(spec, WrittenExpertsSpec):

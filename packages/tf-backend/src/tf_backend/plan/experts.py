@@ -32,6 +32,7 @@ class FoundExperts:
     specs: for each module of experts, by full name, what the runner computes in its place, or that it runs as it is written.
     plans: one for each of them, for people.
     blocks: names of all sparse blocks.
+    beside: of those with shared experts, the child that these are.
     tokenwise: of those, the ones that were run on numbers and seen to treat each token alone. rows: what those runs gave.
     """
 
@@ -39,6 +40,7 @@ class FoundExperts:
     plans: list[ExpertsPlan] = field(default_factory=list)
     refusals: dict[type[nn.Module], Refusal] = field(default_factory=dict)
     blocks: list[str] = field(default_factory=list)
+    beside: dict[str, str] = field(default_factory=dict)
     tokenwise: list[str] = field(default_factory=list)
     rows: dict[Any, moe_runner.RowsGiven | None] = field(default_factory=dict)
 
@@ -56,6 +58,8 @@ def find_experts(
         if block is None:
             continue
         found.blocks.append(name)
+        if block.shared_experts is not None:
+            found.beside[name] = block.shared_experts
         if call is None and seen.failure is not None:  # why the run ended before it is what is to be told
             continue
         try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import moe_runner
+import msgspec
 import torch
 from ast_rewrite import CompiledRewrite
 from fx_match import LeafCall, trace
@@ -41,6 +42,7 @@ from tf_backend.plan.refusals import (
     option_refusals,
 )
 from tf_backend.plan.schema import HeadPlan, Parallel, Plan, Refusal
+from tf_backend.plan.shared_experts import shared_inside, take_shared
 from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.stages import Split, even_split, plan_stages
 from tf_backend.plan.tensor_parallel import Placed, place_modules
@@ -88,7 +90,7 @@ def make_plan(
     with moe_runner.experts_passed_by(model):
         cache = latent or LatentCache.of(capabilities)
         chosen = (*installed_fusions(), LatentAttention(cache.taken)) if fusions is None else fusions
-        return _plan(model, parallel, capabilities, chosen, split, cache)
+        return _plan(model, parallel, capabilities, chosen, split, cache, is_shared_inside=fusions is None)
 
 
 def _plan(
@@ -98,6 +100,8 @@ def _plan(
     fusions: Sequence[Fusion],
     split: Split,
     cache: LatentCache,
+    *,
+    is_shared_inside: bool,
 ) -> Planned:
     seen = observe(model)
     while stand_in_for_positions(model, seen) is not None:
@@ -107,6 +111,8 @@ def _plan(
     layers = _layers_name(model, seen)
     attention, attention_refusals = plan_attention(model, seen, capabilities)
     base, head = _base_name(model), None
+    if is_shared_inside and experts.beside:
+        fusions = (*fusions, shared_inside(model, seen, experts))
     table = VariantTable(fusions)
     with observing(model, attention_leaf, observing_mask), torch.no_grad():
         counts = take_counts(model, seen, table)
@@ -127,6 +133,8 @@ def _plan(
         if parallel.tensor > 1 and not refusals:
             placed = place_modules(model, modules, seen, table, specs, parallel.tensor)
             refusals += placed.refusals
+        with_shared, experts_plans = take_shared(model, seen, table, placed.modules, experts, parallel.tensor)
+        placed = msgspec.structs.replace(placed, modules=with_shared)
     stages = None
     if parallel.pipeline > 1 and not refusals and head is not None:
         found = plan_stages(model, base, layers, head, parallel.pipeline, split)
@@ -146,7 +154,7 @@ def _plan(
         buffers=non_persistent_buffers(model),
         refusals=tuple(refusals),
         placement=placed.records,
-        experts=tuple(experts.plans),
+        experts=experts_plans,
         stages=stages,
         latent=latent,
         position_rows=seen.position_rows,

@@ -163,6 +163,8 @@ class ExpertsPlan(msgspec.Struct, frozen=True):
 
     `runs`: in the engine's runner, or as written, whole on every rank, and `why_written` is the reason. `routing`: inside when the engine
     chooses the experts, as `router` says; outside when the model's own code does, and `why_outside` is the fact that prevents the other.
+    `shared`: the child that every token goes through beside the chosen experts, empty where there is none; `shared_runs`: inside when the
+    runner calls it and adds it, outside when the block does, and `why_shared_outside` is the fact that prevents the other.
     """
 
     block: str
@@ -175,6 +177,9 @@ class ExpertsPlan(msgspec.Struct, frozen=True):
     routing: Literal["outside", "inside"] = "outside"
     why_outside: str = ""
     router: str = ""
+    shared: str = ""
+    shared_runs: Literal["", "outside", "inside"] = ""
+    why_shared_outside: str = ""
 
 
 class PlacementRecord(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from tf_backend.plan.observe import ModuleCall
 from tf_backend.plan.on_meta import require_runs
 from tf_backend.plan.places import class_path, place_of_class, place_of_line
 from tf_backend.plan.schema import FusionRecord, GuardRecord, MissRecord, Place, TraceRecord, Variant
+from tf_backend.plan.shared_inside import NAME as SHARED_INSIDE
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class Outcome:
     layers: tuple[LayerSpec, ...]
 
 
-_BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name, LatentAttention.name})
+_BESIDE_OTHERS = frozenset({Rotary.name, AttentionCalls.name, LatentAttention.name, SHARED_INSIDE})
 """Fusions whose part of a forward no other fusion takes: a miss is told beside the matches of others, and theirs beside a match here."""
 
 
@@ -103,6 +104,10 @@ class VariantTable:
     def trace_of(self, module: nn.Module, call: ModuleCall) -> Trace:
         """The trace that stands for `module`."""
         return self._find(module, call).trace
+
+    def match_of(self, module: nn.Module, call: ModuleCall, fusion: str) -> Match | None:
+        """What the fusion of that name found in the trace that stands for `module`, applied or not."""
+        return self._find(module, call).matches.get(fusion)
 
     def is_read_from_outside(self, attribute: str) -> bool:
         """Whether a forward that was traced reads an attribute of that name from a module below it."""

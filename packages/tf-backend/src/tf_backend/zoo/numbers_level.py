@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from moe_runner import ExpertsSpec
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -27,10 +28,10 @@ from tf_backend.generated import derive
 from tf_backend.model.skeleton import model_class
 from tf_backend.plan.modules import consumed_children
 from tf_backend.plan.planner import Planned, make_plan
-from tf_backend.plan.schema import ModulePlan, Parallel
+from tf_backend.plan.schema import ModulePlan, Parallel, Plan
 from tf_backend.zoo.plan_level import NotBuildable, small_skeleton
 from tf_backend.zoo.rows import Verdict
-from tf_backend.zoo.stand_ins import NoStandIn, stand_in
+from tf_backend.zoo.stand_ins import NoStandIn, experts_stand_in, stand_in
 from tf_backend.zoo.types import Entry
 
 TOLERANCE = 1e-5
@@ -177,6 +178,8 @@ def _fused(module: nn.Module, plan: ModulePlan, planned: Planned) -> nn.Module:
     for attention in planned.plan.attention:
         if attention.module == plan.name and attention.holder:
             fused._modules[attention.holder] = nn.Module()
+    for name, experts in _with_shared(plan.name, planned.plan):
+        fused._modules[name] = experts_stand_in(experts, fused, name)
     for spec in plan.layers:
         fused._modules[spec.name] = stand_in(spec, module)
         if isinstance(spec, QKVLinearSpec):
@@ -186,6 +189,14 @@ def _fused(module: nn.Module, plan: ModulePlan, planned: Planned) -> nn.Module:
             if child not in {layer.name for layer in plan.layers}:
                 fused._modules.pop(child, None)
     return fused
+
+
+def _with_shared(block: str, plan: Plan) -> Iterator[tuple[str, ExpertsSpec]]:
+    """The child of a block whose runner adds the block's shared experts, if there is one."""
+    for module in plan.modules:
+        for layer in module.layers:
+            if isinstance(layer, ExpertsSpec) and layer.shared is not None and layer.shared.block == block:
+                yield module.name.removeprefix(f"{block}."), layer
 
 
 @contextmanager

@@ -6,9 +6,10 @@ In: a spec, the module whose children it takes over. Out: a layer with those chi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from moe_runner import AnyExpertsSpec
+from moe_runner import AnyExpertsSpec, ExpertsSpec, Place, SharedExperts
 from torch import nn
 from vllm_layers_bridge.layers.rotary import Rotary
 from vllm_layers_bridge.specs import (
@@ -51,6 +52,17 @@ def stand_in(spec: LayerSpec | AnyExpertsSpec, module: nn.Module) -> nn.Module:
             raise NoStandIn(str(spec.__struct_config__.tag).replace("_", " "))
 
 
+def experts_stand_in(spec: ExpertsSpec, block: nn.Module, name: str) -> nn.Module:
+    """The experts `name` of `block` as they are written, with its shared experts added as the engine's runner does.
+
+    Raises:
+        NoStandIn: they are no direct child of the block.
+    """
+    if "." in name or spec.shared is None:
+        raise NoStandIn("experts")
+    return _WithShared(block.get_submodule(name), SharedExperts(spec.shared, block), spec.arguments[0])
+
+
 def _merged(
     in_features: int, sources: tuple[Source, ...], module: nn.Module, only: nn.Module | None = None
 ) -> nn.Linear:
@@ -74,6 +86,19 @@ def _part(tensor: torch.Tensor, source: Source) -> torch.Tensor:
     if source.transposed and tensor.ndim == 2:
         tensor = tensor.t()
     return tensor if source.rows is None else tensor[source.rows[0] : source.rows[1]]
+
+
+class _WithShared(nn.Module):
+    def __init__(self, experts: nn.Module, shared: nn.Module, hidden: Place) -> None:
+        super().__init__()
+        self.experts, self.shared, self.hidden = experts, shared, hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Hidden states [..., hidden], with what else the experts take."""
+        hidden: torch.Tensor = args[self.hidden] if isinstance(self.hidden, int) else kwargs[self.hidden]
+        out: torch.Tensor = self.experts(*args, **kwargs)
+        beside: torch.Tensor = self.shared(hidden.reshape(-1, hidden.shape[-1]))
+        return out + beside.view_as(out)
 
 
 class _ActivationAndMul(nn.Module):

@@ -14,13 +14,24 @@ from vllm_layers_bridge.specs import LinearSpec, MergedLinearSpec, QKVLinearSpec
 
 
 def build_linear(spec: LinearSpec, prefix: str, quant_config: Any) -> nn.Module:
-    """One projection; a column split stays split and a row split is reduced, as the placement wants.
+    """One projection; a column split stays split and a row split is reduced, as the placement wants, unless another layer does that.
 
     Where there are fewer runs of outputs than ranks, the layer is built as if it gave each of them `copies` times, and is loaded so.
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
-    kinds = {"replicated": ReplicatedLinear, "column": ColumnParallelLinear, "row": RowParallelLinear}
+    if spec.style == "row":
+        row: nn.Module = RowParallelLinear(
+            spec.in_features,
+            spec.out_features * spec.copies,
+            bias=spec.bias,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            reduce_results=spec.reduces,
+        )
+        return row
+    kinds = {"replicated": ReplicatedLinear, "column": ColumnParallelLinear}
     layer: nn.Module = kinds[spec.style](
         spec.in_features,
         spec.out_features * spec.copies,
