@@ -55,6 +55,7 @@ def test_sizes_that_are_cached_expanded_are_refused_where_the_cache_is_laid_out_
     assert "OptionRefused" in text
     assert "takes 512 with 64 shared features, and this has 64 with 32" in text
     assert "Set VLLM_MLA_DISABLE=1" in text
+    assert "leave out `--attention-backend CPU_MLA`" in text
 
 
 def _halve_the_scale() -> None:

@@ -42,17 +42,23 @@ def check_expanded(vllm_config: Any, plan: Plan) -> None:
     if isinstance(backend, str) or backend.supports_block_size(block):
         return  # where there is none, building the layer says so
     reasons = "; ".join(dict.fromkeys(latent.reason for latent in plan.latent if latent.reason))
+    chosen = vllm_config.attention_config.backend
+    enough = (
+        f" On a CPU with AMX it is enough to leave out `--attention-backend {chosen.name}`."
+        if chosen is not None
+        else ""
+    )
     raise OptionRefused(
-        f"vLLM's cache has blocks of {block} tokens, as its latent attention wants them on this machine, and keys and values are cached "
-        f"expanded{f' ({reasons})' if reasons else ''}, which {backend.get_name()} does not do in such blocks. Set VLLM_MLA_DISABLE=1 in "
-        "the environment: no latent attention is prepared for then."
+        f"this model's keys and values are cached expanded{f' ({reasons})' if reasons else ''}, and vLLM's cache has blocks of {block} "
+        f"tokens here, which its kernels for latent attention want and {backend.get_name()} does not take. Set VLLM_MLA_DISABLE=1 in the "
+        f"environment: the blocks are of another size then.{enough}"
     )
 
 
 def _why_not(vllm_config: Any, head_size: int) -> str:
     """Why the backend that the platform selects does not take this size under these options; empty where it does."""
     if vllm_config.model_config.get_head_size() != head_size:
-        return "vLLM sets up its cache for latent attention by the type of the model, and not for this one"
+        return "vLLM caches latents for certain types of models, and this type is none of those"
     cache = vllm_config.cache_config
     dtype = vllm_config.model_config.dtype
     block = cache.block_size if cache.user_specified_block_size else None
