@@ -213,7 +213,7 @@ class Stumble(nn.Module):
     [
         (Shift, "`Shift` mixes tokens", "F.pad"),
         (Peek, "`Peek` mixes tokens outside the attention interface: it reduces over the token axis (`all`)", "bool(x"),
-        (Stumble, "`Stumble` cannot be followed without data: KeyError: 'by the model'", "raise KeyError"),
+        (Stumble, "`Stumble` fails when it runs: KeyError: 'by the model'", "raise KeyError"),
     ],
 )
 def test_the_line_is_the_one_that_does_it(

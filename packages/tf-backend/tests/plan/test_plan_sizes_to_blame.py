@@ -43,6 +43,31 @@ def test_the_number_is_named(
     assert refusal.remedy == f'Correct "{field}": {value} in config.json.'
 
 
+@pytest.mark.parametrize(
+    ("recipe", "wrong", "fails", "blamed"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "MixtralTopKRouter", ('"num_experts_per_tok": 9',)),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 8, "topk_group": 1}, "DeepseekV3", ('"n_group": 8',)),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 8, "topk_group": 2}, "DeepseekV3", ('"n_group": 8', '"topk_group": 2')),
+        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 3, "topk_group": 1}, "DeepseekV3", ('"n_group": 3',)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_by_which_the_model_itself_fails_are_named_with_what_it_raises(
+    recipe: str,
+    wrong: dict[str, Any],
+    fails: str,
+    blamed: tuple[str, ...],
+    plan_with: Callable[[str, dict[str, Any]], Plan],
+) -> None:
+    (refusal,) = plan_with(recipe, wrong).refusals
+    assert refusal.reason.startswith(f"`{fails}")
+    assert " fails when it runs: RuntimeError: " in refusal.reason
+    assert all(field in refusal.remedy for field in blamed), refusal.remedy
+    assert "in config.json" in refusal.remedy
+    assert "model-impl" not in refusal.remedy
+
+
 def test_a_number_that_changes_nothing_is_not_named(plan_with: Callable[[str, dict[str, Any]], Plan]) -> None:
     wrong = {"pad_token_id": 0, "num_key_value_heads": 3}
     (refusal,) = plan_with("llama", wrong).refusals

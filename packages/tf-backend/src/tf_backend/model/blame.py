@@ -14,8 +14,9 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeAlias
 
 Attempt: TypeAlias = Callable[[dict[str, Any]], object]
@@ -90,14 +91,57 @@ def find_size_to_blame(values: Mapping[str, Any], attempt: Attempt) -> Blame:
     end = time.monotonic() + _LONGEST
     found: list[_Path] = []
     with _silence():
-        for path in _paths(values):
-            value = _value(values, path)
-            if not (isinstance(value, int) and _is_no_size(value)):
+        for path in _whole_numbers(values):
+            if not _is_no_size(_value(values, path)):
                 continue
             for changed in _changes(values, path):
                 if time.monotonic() < end and path not in found and _outcome(attempt, changed) is None:
                     found.append(path)
     return Blame(tuple(_shown(values, path) for path in found))
+
+
+def find_numbers_to_blame(values: Mapping[str, Any], attempt: Attempt, likely: Collection[int]) -> Blame:
+    """The whole numbers by whose change to 1 `attempt` does not raise any more: one, or one of several, or two that are wrong at once.
+
+    For what a model fails with when it runs: other fields turn a part of it off, which tells nothing. Fields with one of the values in
+    `likely` are tried first, and others only where none of those is to blame.
+    """
+    with _silence():
+        first = _outcome(attempt, dict(values))
+        paths = [path for path in _whole_numbers(values) if _value(values, path) != 1]
+        end = time.monotonic() + _LONGEST
+        outcomes: dict[_Path, tuple[str, str] | None] = {}
+        for group in ([path for path in paths if _value(values, path) in likely], paths):
+            is_likely = group is not paths
+            for path in group:
+                if first is not None and path not in outcomes and time.monotonic() < end:
+                    outcomes[path] = _outcome(attempt, _with(values, path, 1))
+            alone = [path for path, outcome in outcomes.items() if outcome is None]
+            if alone:
+                return Blame(tuple(_shown(values, path) for path in alone)) if len(alone) <= _MOST else Blame()
+            for one, other in combinations(outcomes, 2):
+                if not is_likely and outcomes[one] == outcomes[other] == first:
+                    continue
+                both = _with(_with(values, one, 1), other, 1)
+                if time.monotonic() < end and _outcome(attempt, both) is None:
+                    return Blame((_shown(values, one), _shown(values, other)), together=True)
+    return Blame()
+
+
+def _whole_numbers(values: Mapping[str, Any]) -> Iterator[_Path]:
+    for path in _paths(values):
+        if isinstance(_value(values, path), int) and not isinstance(_value(values, path), bool):
+            yield path
+
+
+def _with(values: Mapping[str, Any], path: _Path, value: object) -> dict[str, Any]:
+    """`values` with another one at `path`."""
+    changed = copy.deepcopy(dict(values))
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return changed
 
 
 def _pairs(

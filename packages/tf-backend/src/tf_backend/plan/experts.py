@@ -73,6 +73,8 @@ def find_experts(
                     found.specs[experts] = spec
                 found.plans.append(_plan(name, experts, type(module), block, spec, inside))
         except _NotServed as problem:
+            if seen.failure is not None and not seen.failure.lacks_data and _is_inside(seen.failure.module, name):
+                continue  # what it fails with is to be told
             found.refusals.setdefault(
                 type(module),
                 Refusal(
@@ -84,6 +86,10 @@ def find_experts(
                 ),
             )
     return found
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return not block or name == block or name.startswith(f"{block}.")
 
 
 class _NotServed(Exception):

@@ -96,6 +96,11 @@ class Failure:
     line: int
     python_module: str | None = None
 
+    @property
+    def lacks_data(self) -> bool:
+        """Whether it is that tensors on meta hold nothing; else the model would fail with data too."""
+        return isinstance(self.error, NotImplementedError) or "meta" in str(self.error)
+
 
 @dataclass(slots=True)
 class Made:

@@ -17,6 +17,7 @@ from tf_backend.plan.places import place_of_class, place_of_line
 from tf_backend.plan.schema import Refusal
 
 REMEDY = "Serve it with `--model-impl vllm`, if vLLM has an implementation of its own."
+FAILS = "Correct the values in config.json, if transformers fails with them too."
 
 
 def kind_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
@@ -100,11 +101,12 @@ def failure_refusals(model: PreTrainedModel, seen: Observation) -> Iterator[Refu
     failure = seen.failure
     owner = model.get_submodule(failure.module)
     first_line = str(failure.error).split("\n", 1)[0][:200]
+    fails = "cannot be followed without data" if failure.lacks_data else "fails when it runs"
     yield Refusal(
-        f"`{type(owner).__name__}` cannot be followed without data: {type(failure.error).__name__}: {first_line}",
+        f"`{type(owner).__name__}` {fails}: {type(failure.error).__name__}: {first_line}",
         failure.module,
         place_of_line(failure.python_module or type(owner).__module__, failure.file, failure.line),
-        REMEDY,
+        REMEDY if failure.lacks_data else FAILS,
     )
 
 
