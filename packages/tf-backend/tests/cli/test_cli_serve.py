@@ -119,7 +119,7 @@ def _reached(outcome: Outcome) -> dict[str, object]:
 @pytest.mark.engine
 def test_a_good_model_reaches_the_server_with_our_default(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("llama")
-    assert _reached(_served(folder, "--port", "8123", "--dtype", "float32")) == {
+    assert _reached(_served(folder, "--port", "8123", "--dtype", "float32", "--skip-tokenizer-init")) == {
         "model": str(folder),
         "model_impl": "transformers",
         "port": 8123,
@@ -177,6 +177,7 @@ def test_a_wrong_option_is_one_line(
         (("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'), "speculative"),
         (("--additional-config", '{"tf_backend": {"strickt": true}}'), "strickt"),
         (("--max-model-len", "100000"), "max_model_len"),
+        (("--enable-eplb", "--enable-expert-parallel"), "load balancing is only supported on"),
         (("-pp", "2", "--enforce-eager"), "pipeline stages only compiled"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else value,
@@ -184,7 +185,34 @@ def test_a_wrong_option_is_one_line(
 def test_an_option_that_is_not_served(
     arguments: tuple[str, ...], words: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    assert words in _refusal(_served(checkpoint("llama"), *arguments), 1)
+    said = _refusal(_served(checkpoint("llama"), *arguments), 1)
+    assert words in said
+    assert "type=value_error" not in said
+    assert "input_value" not in said
+
+
+@pytest.mark.engine
+def test_ranks_that_divide_no_heads_are_told_as_inspect_does(checkpoint: Callable[[str], Path]) -> None:
+    said = _refusal(_served(checkpoint("llama"), "--tensor-parallel-size", "3"), 2)
+    assert "cannot be split over 3 ranks: it has 4 heads" in said
+    assert said.endswith("Set `--tensor-parallel-size` to 1, 2 or 4.")
+
+
+@pytest.mark.engine
+def test_a_model_is_not_chosen_by_the_engine() -> None:
+    assert "no MODEL is given" in _refusal(_served(), 1)
+    assert "no MODEL is given" in _refusal(_served("--port", "8126"), 1)
+
+
+@pytest.mark.engine
+def test_a_folder_without_a_tokenizer_says_what_to_give(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    said = _refusal(_served(folder), 1)
+    assert f"a folder holds no tokenizer, file {folder}, expected tokenizer.json" in said
+    assert "`--tokenizer NAME`" in said
+    assert "`--skip-tokenizer-init`" in said
+    (folder / "tokenizer.json").write_text("{}")
+    assert _reached(_served(folder))["model"] == str(folder)
 
 
 @pytest.mark.engine
@@ -243,7 +271,7 @@ def test_a_config_that_is_wrong_is_told_with_file_and_field(
 
 @pytest.mark.engine
 def test_what_is_logged_on_the_way_to_the_server_is_shown(checkpoint: Callable[[str], Path]) -> None:
-    outcome = _served(checkpoint("llama"), "--dtype", "float32")
+    outcome = _served(checkpoint("llama"), "--dtype", "float32", "--skip-tokenizer-init")
     assert _reached(outcome)
     logged = outcome.stdout + outcome.stderr
     assert "KV cache: " in logged
@@ -253,13 +281,28 @@ def test_what_is_logged_on_the_way_to_the_server_is_shown(checkpoint: Callable[[
 @pytest.mark.engine
 def test_dummy_weights_need_no_files(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     bad = BAD_INPUTS["no-weights"](checkpoint("llama"), tmp_path / "bad")
-    assert _reached(_served(bad.folder, "--load-format", "dummy"))["model"] == str(bad.folder)
+    assert _reached(_served(bad.folder, "--load-format", "dummy", "--skip-tokenizer-init"))["model"] == str(bad.folder)
 
 
 @pytest.mark.engine
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     said = _refusal(_served(tmp_path / "nowhere"), 1)
     assert said == f"error: {tmp_path / 'nowhere'} does not exist. Name a folder that holds config.json."
+
+
+@pytest.mark.engine
+def test_a_name_that_is_neither_a_folder_nor_to_be_had_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def out_of_reach(name: str, **_: object) -> str:
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", out_of_reach)
+    said = _refusal(_served("checkpoints/nowhere"), 1)
+    assert said.startswith(
+        "error: checkpoints/nowhere is not a folder here, and its configuration cannot be had from the hub"
+    )
 
 
 @pytest.mark.engine

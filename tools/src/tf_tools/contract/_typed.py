@@ -51,6 +51,8 @@ TYPED: tuple[Typed, ...] = (
     Typed("tf_backend/cli/_serve_preflight.py", "preflight", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_preflight.py", "preflight", "config", _CONFIG),
     Typed("tf_backend/cli/_serve_preflight.py", "_check_folder", "arguments", _OPTIONS),
+    Typed("tf_backend/cli/_serve_preflight.py", "_check_tokenizer", "model_config", "vllm.config:ModelConfig()"),
+    Typed("tf_backend/cli/_serve_preflight.py", "_is_of_hub", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_preflight.py", "_engine_config", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_server.py", "serve", "arguments", _OPTIONS),
     Typed("tf_backend/cli/_serve_server.py", "_is_single", "arguments", _OPTIONS),

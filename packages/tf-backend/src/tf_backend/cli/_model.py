@@ -22,12 +22,15 @@ def model_folder(model: str, *, trust_remote_code: bool = False, allow_hub: bool
     if not folder.is_dir():
         if looks_local(model) or not allow_hub:
             raise ConfigError(f"{model} does not exist. Name a folder that holds config.json.")
-        folder = _from_hub(model, trust_remote_code)
+        folder = folder_of_hub(model, trust_remote_code=trust_remote_code)
     check_config(folder, trust_remote_code=trust_remote_code)
     return folder
 
 
-def _from_hub(name: str, trust_remote_code: bool) -> Path:
+def folder_of_hub(
+    name: str, *, trust_remote_code: bool = False, revision: str | None = None, token: str | bool | None = None
+) -> Path:
+    """The folder in the local cache with the configuration of a model of the hub, downloaded where it is not there; else `ConfigError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -37,7 +40,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     absent = f"{name} is not a folder here, and its configuration cannot be had from the hub: "
     instead = "Download the model and name its folder."
     try:
-        folder = snapshot_download(name, allow_patterns=patterns)
+        folder = snapshot_download(name, revision=revision, token=token, allow_patterns=patterns)
     except HFValidationError as error:
         raise ConfigError(
             f"{name!r} is neither a folder nor a name that the hub could have. Name a folder that holds config.json."

@@ -68,11 +68,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _named(error: BaseException) -> str:
-    text = (_fields(error) or _one_line(str(error))).rstrip(".")
+    text = (fields_of(error) or _one_line(str(error))).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _fields(error: BaseException) -> str:
+def fields_of(error: BaseException) -> str:
     """Of an error of pydantic's, each field with what is said of it: its own text is many lines, with addresses and types; else nothing."""
     if type(error).__module__.partition(".")[0] != "pydantic_core" or not hasattr(error, "errors"):
         return ""

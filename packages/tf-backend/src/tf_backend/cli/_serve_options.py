@@ -43,6 +43,10 @@ def parse(given: list[str], distribution: str) -> argparse.Namespace:
         arguments: argparse.Namespace = _parser(command).parse_args(["serve", *given])
         if arguments.model_tag is not None:
             arguments.model = arguments.model_tag
+        if arguments.model is None:
+            raise OptionRefused(
+                "no MODEL is given. Name a folder that holds config.json, or a model of the hub: `tf-backend serve MODEL`."
+            )
         configure_logging_from_args(arguments)
         command.validate(arguments)
     except OptionRefused:
@@ -60,7 +64,7 @@ def parse(given: list[str], distribution: str) -> argparse.Namespace:
 def _parser(command: Any) -> _Parser:
     parser = _Parser(prog="tf-backend")
     subparser = command.subparser_init(parser.add_subparsers(dest="subparser"))
-    subparser.set_defaults(model_impl="transformers")
+    subparser.set_defaults(model_impl="transformers", model=None)  # the engine would serve a model of its choice
     subparser.usage = "tf-backend serve [model_tag] [options]"
     subparser.epilog = (subparser.epilog or "").replace("vllm serve", "tf-backend serve")
     return parser

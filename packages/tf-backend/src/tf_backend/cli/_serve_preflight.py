@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,20 @@ from vllm import AsyncEngineArgs
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.usage.usage_lib import UsageContext
 
-from tf_backend.cli._present import EngineFailed
-from tf_backend.errors import ConfigError, ModelRefused, OptionRefused, TfBackendError
+from tf_backend.cli._model import folder_of_hub
+from tf_backend.cli._present import EngineFailed, fields_of, root_cause
+from tf_backend.errors import CheckpointError, ConfigError, ModelRefused, OptionRefused, TfBackendError
 from tf_backend.model.config import check_config, looks_local, read_config, read_values
 from tf_backend.model.quantized import quantization_in
 from tf_backend.model.remote_code import TrustedCode
 from tf_backend.model.skeleton import skeleton
+from tf_backend.plan import Parallel, plan
 from tf_backend.plugin import check_registered
+
+_OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH")
+"""Variables by which the engine looks for models elsewhere."""
+_TOKENIZERS = ("tok", "vocab", "merges", "spiece", "tekken", "bpe", ".model")
+"""What the name of a file that belongs to a tokenizer has a part of."""
 
 
 def preflight(arguments: argparse.Namespace) -> None:
@@ -30,9 +38,9 @@ def preflight(arguments: argparse.Namespace) -> None:
     A model that vLLM would serve by a definition of its own (`--model-impl vllm`, or `auto` where it has one) passes unchecked.
 
     Raises:
-        ConfigError, CheckpointError: of a local model.
-        OptionRefused, ModelRefused, CapabilityMismatch: it would not be served.
-        EngineFailed: vLLM does not take the options.
+        ConfigError, CheckpointError: of a local model, or one that the hub does not have.
+        OptionRefused, ModelRefused, CapabilityMismatch: it would not be served, or vLLM does not take the options.
+        EngineFailed: something else keeps vLLM from being configured.
     """
     if arguments.model_impl == "transformers":
         _check_folder(arguments)
@@ -47,6 +55,7 @@ def preflight(arguments: argparse.Namespace) -> None:
     check_registered()
     model_class: Any = get_model_cls(config.model_config)
     model_class.check(config)
+    _check_tokenizer(config.model_config)
 
 
 def _check_folder(arguments: argparse.Namespace) -> None:
@@ -54,6 +63,8 @@ def _check_folder(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.model)
     if not folder.exists() and looks_local(arguments.model) and "://" not in arguments.model:
         raise ConfigError(f"{arguments.model} does not exist. Name a folder that holds config.json.")
+    if _is_of_hub(arguments):
+        folder_of_hub(arguments.model, revision=arguments.revision, token=arguments.hf_token)
     if not _is_config_there(arguments):
         return
     check_config(folder, trust_remote_code=arguments.trust_remote_code)
@@ -61,6 +72,28 @@ def _check_folder(arguments: argparse.Namespace) -> None:
     if quantization is not None:
         architectures = read_values(folder / "config.json").get("architectures") or [folder.name]
         raise ModelRefused([quantization.refusal(str(architectures[0]))])
+
+
+def _check_tokenizer(model_config: Any) -> None:
+    """CheckpointError for a folder in which the server would look for a tokenizer, and no file could be one's."""
+    folder = Path(model_config.tokenizer)
+    if model_config.skip_tokenizer_init or not folder.is_dir():
+        return
+    names = [file.name.lower() for file in folder.iterdir()]
+    if not any(part in name for name in names for part in _TOKENIZERS):
+        raise CheckpointError(
+            "a folder holds no tokenizer",
+            file=folder,
+            expected="tokenizer.json, tokenizer.model or vocab.json, and tokenizer_config.json",
+            remedy="Put the files there, name a tokenizer with `--tokenizer NAME`, or give `--skip-tokenizer-init`: then prompts and "
+            "completions are ids of tokens.",
+        )
+
+
+def _is_of_hub(arguments: argparse.Namespace) -> bool:
+    """Whether the engine looks the config up on the hub, by the name alone: it tries for half a minute where the hub is out of reach."""
+    is_elsewhere = arguments.hf_config_path is not None or ":" in arguments.model or Path(arguments.model).exists()
+    return not is_elsewhere and not any(map(os.environ.get, _OTHER_HUBS))
 
 
 def _is_config_there(arguments: argparse.Namespace) -> bool:
@@ -72,11 +105,18 @@ def _is_config_there(arguments: argparse.Namespace) -> bool:
 
 
 def _check_values(arguments: argparse.Namespace) -> None:
-    """ConfigError where no model can be made of the config, with the fields that are to blame; the engine's error would not name them."""
+    """ConfigError where no model can be made of the config, with the fields that are to blame; ModelRefused where it is not served on so
+    many ranks. The engine's error would name neither fields nor numbers of ranks.
+    """
     if arguments.model_impl == "transformers" and _is_config_there(arguments):
         is_trusted = arguments.trust_remote_code
         config = read_config(arguments.model, trust_remote_code=is_trusted)
-        skeleton(config, code=TrustedCode(arguments.model) if is_trusted else None)
+        model = skeleton(config, code=TrustedCode(arguments.model) if is_trusted else None)
+        ranks = arguments.tensor_parallel_size
+        if ranks > 1:
+            planned = plan(model, Parallel(tensor=ranks, experts=arguments.enable_expert_parallel))
+            if planned.refusals:
+                raise ModelRefused(planned.refusals, architecture=planned.provenance.architecture)
 
 
 def _engine_config(arguments: argparse.Namespace) -> Any:
@@ -90,6 +130,9 @@ def _engine_config(arguments: argparse.Namespace) -> Any:
         raise
     except Exception as error:  # vLLM's own checks: pydantic's, ValueError, and others
         _check_values(arguments)
+        said = fields_of(root_cause(error))
+        if said:  # it is what was given that it does not take, and no log says more of that
+            raise OptionRefused(f"vLLM does not take these options: {said}. {_advice(arguments.model)}") from error
         raise EngineFailed("being configured", error, advice=_advice(arguments.model)) from error
     finally:
         logging.disable(disabled)
