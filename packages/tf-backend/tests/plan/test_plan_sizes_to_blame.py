@@ -47,11 +47,7 @@ def test_the_number_is_named(
     ("recipe", "wrong", "fails", "blamed"),
     [
         ("mixtral", {"num_experts_per_tok": 9}, "MixtralTopKRouter", ('"num_experts_per_tok": 9',)),
-        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 8, "topk_group": 1}, "DeepseekV3", ('"n_group": 8',)),
-        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 8, "topk_group": 2}, "DeepseekV3", ('"n_group": 8', '"topk_group": 2')),
-        ("deepseek_v3", {"n_routed_experts": 8, "n_group": 3, "topk_group": 1}, "DeepseekV3", ('"n_group": 3',)),
     ],
-    ids=str,
 )  # fmt: skip
 def test_numbers_by_which_the_model_itself_fails_are_named_with_what_it_raises(
     recipe: str,
