@@ -161,6 +161,11 @@ def test_a_verdict_of_the_engine_is_kept_while_the_plan_stays() -> None:
     assert record._carried(elsewhere, ROWS[0]) == msgspec.structs.replace(ROWS[0], tensor_2="refused: no")
     changed = msgspec.structs.replace(planned, fusions={"qkv": 1})
     assert record._carried(changed, ROWS[0]) == changed
+    with_numbers = msgspec.structs.replace(planned, level="numbers", numbers="equal (4 variants)")
+    assert record._carried(with_numbers, ROWS[0]) == msgspec.structs.replace(ROWS[0], numbers="equal (4 variants)")
+    assert record._carried(with_numbers, planned) == with_numbers
+    asked = msgspec.structs.replace(ROWS[0], serve="equal (7 positions)")
+    assert record._carried(asked, ROWS[0]) == asked
 
 
 def test_failures_are_not_recorded(tmp_path: Path) -> None:

@@ -96,13 +96,16 @@ def _order(release: str) -> tuple[int, ...]:
 
 
 def _carried(row: Row, old: Row | None) -> Row:
-    """`row` with the verdicts of `old` on numbers where it has none of its own and was planned alike."""
-    if old is None or row.status not in ("served", "refused") or row.numbers or not (old.numbers or old.serve):
+    """`row` with the verdicts of `old` on numbers and of the engine where it has none of its own and was planned alike."""
+    if old is None or row.status not in ("served", "refused") or row.serve or not (old.numbers or old.serve):
         return row
     on_one_rank = tuple(field for field in PLANNED if field != "tensor_2")
     if any(True for _ in changes(old, row, on_one_rank)):
         return row
-    return msgspec.structs.replace(row, status=old.status, level=old.level, numbers=old.numbers, serve=old.serve)
+    if row.numbers and not old.serve:
+        return row
+    numbers = row.numbers or old.numbers
+    return msgspec.structs.replace(row, status=old.status, level=old.level, numbers=numbers, serve=old.serve)
 
 
 def _versions(made: Made) -> str:
