@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_runner import LOADER, ExpertsSpec, ExpertTensor, Gate, build_experts, parameter_of
+from moe_runner import ExpertsSpec, ExpertTensor, Gate, build_experts
 from moe_runner._gates import gate_function
+from tf_tools.expert_weights import fill_experts
 from torch import Tensor
 
 torch.set_num_threads(1)  # before any other use: an OpenMP pool would not survive the fork of the engine tests
@@ -74,12 +75,7 @@ def loaded_experts() -> Callable[..., tuple[Any, Callable[[Tensor, Tensor, Tenso
         for tensor in spec.tensors:
             shape = (spec.num_experts, rows[tensor.name.removesuffix("_bias")], *(() if tensor.bias else (FEATURES,)))
             values[tensor.name] = torch.randn(shape) * scale
-        parameters = dict(layer.named_parameters())
-        for tensor in spec.tensors:
-            parameter = parameters[parameter_of(tensor)]
-            getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
-        routed: Any = layer.runner.routed_experts
-        routed.quant_method.process_weights_after_loading(routed)
+        fill_experts(layer, spec, values)
         function, nothing = gate_function(spec.gate), torch.zeros(spec.num_experts, 1)
 
         def formula(x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 from moe_runner import (
-    LOADER,
     ExpertsSpec,
     ExpertTensor,
     Gate,
@@ -20,11 +19,11 @@ from moe_runner import (
     SharedSpec,
     build_experts,
     build_shared,
-    parameter_of,
 )
 from moe_runner._parts import _part_of_tokens
 from moe_runner._ranks import copies_of, rank_arguments
 from moe_runner.layer import RoutedExperts
+from tf_tools.expert_weights import fill_experts
 from tf_tools.ranks import on_ranks, stand_ins
 from torch import Tensor, nn
 
@@ -88,12 +87,7 @@ def loaded(spec: ExpertsSpec, prefix: str) -> RoutedExperts:
     block = nn.Module()
     block.share, block.whole = Share(), Whole()
     layer = build_experts(spec, prefix, shared=None if spec.shared is None else build_shared(spec.shared, block))
-    parameters = dict(layer.named_parameters())
-    for tensor in spec.tensors:
-        parameter = parameters[parameter_of(tensor)]
-        getattr(parameter, LOADER)(parameter, VALUES[tensor.name], tensor)
-    routed: Any = layer.runner.routed_experts
-    routed.quant_method.process_weights_after_loading(routed)
+    fill_experts(layer, spec, VALUES)
     return layer
 
 

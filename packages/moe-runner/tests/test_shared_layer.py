@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 from moe_runner import (
-    LOADER,
     ExpertsSpec,
     ExpertTensor,
     Gate,
@@ -19,9 +18,9 @@ from moe_runner import (
     SharedSpec,
     build_experts,
     build_shared,
-    parameter_of,
     route,
 )
+from tf_tools.expert_weights import fill_experts
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -71,12 +70,7 @@ def run(dtype: torch.dtype, gate: str, is_inside: bool, is_compiled: bool = Fals
     spec = msgspec.structs.replace(SPEC, shared=shared, routing=Routing(FORM) if is_inside else None)
     layer: Any = build_experts(spec, "model.layers.0.experts", shared=build_shared(shared, block))
     values = {"gate_up": torch.randn(E, 2 * M, H) * 0.2, "down": torch.randn(E, H, M) * 0.2}
-    parameters = dict(layer.named_parameters())
-    for tensor in TENSORS:
-        parameter = parameters[parameter_of(tensor)]
-        getattr(parameter, LOADER)(parameter, values[tensor.name], tensor)
-    routed: Any = layer.runner.routed_experts
-    routed.quant_method.process_weights_after_loading(routed)
+    fill_experts(layer, spec, values)
     x, logits = torch.randn(1, T, H), torch.randn(T, E, dtype=torch.float32)
     weights, ids = route(FORM, logits, None, K)
     if is_compiled:

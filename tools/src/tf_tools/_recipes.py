@@ -56,6 +56,25 @@ SIZES: Mapping[str, object] = MappingProxyType(
     }
 )
 
+GROUPED: Mapping[str, object] = MappingProxyType(
+    {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+    }
+)
+"""Sizes beside `SIZES` for models of the form of deepseek_v3: latent attention, experts in groups, shared experts, no dense layer."""
+
 MATRIX_STD = 0.15
 VECTOR_STD = 0.25
 

@@ -23,9 +23,19 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from tf_tools._recipes import MATRIX_STD, RECIPES, SIZES, VECTOR_STD, Draw, Recipe
+from tf_tools._recipes import GROUPED, MATRIX_STD, RECIPES, SIZES, VECTOR_STD, Draw, Recipe
 
-__all__ = ["RECIPES", "SIZES", "CheckpointError", "Draw", "Recipe", "build_model", "make_checkpoint", "scale_weights"]
+__all__ = [
+    "GROUPED",
+    "RECIPES",
+    "SIZES",
+    "CheckpointError",
+    "Draw",
+    "Recipe",
+    "build_model",
+    "make_checkpoint",
+    "scale_weights",
+]
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tf_tools.checkpoints import make_checkpoint
+from tf_tools.checkpoints import GROUPED, make_checkpoint
 from tf_tools.compare import compare_run
 from tf_tools.engine import ServeRequest, serve
 from tf_tools.reference import reference_for
@@ -29,23 +29,6 @@ LLAMA4: dict[str, Any] = {
     "attn_scale": 2.0,
 }
 """The temperature of attention changes every four positions, and by much."""
-
-
-GROUPED: dict[str, Any] = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 0,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
-}
 
 
 def experts_in(model: torch.nn.Module) -> dict[str, int]:

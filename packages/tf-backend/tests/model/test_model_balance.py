@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import torch
 from moe_runner import (
-    LOADER,
     ExpertsSpec,
     ExpertTensor,
     Gate,
@@ -18,7 +17,6 @@ from moe_runner import (
     RouterForm,
     Routing,
     build_experts,
-    parameter_of,
 )
 from tf_backend import capabilities
 from tf_backend.errors import OptionRefused
@@ -27,6 +25,7 @@ from tf_backend.model.skeleton import skeleton
 from tf_backend.plan.planner import Planned, make_plan
 from tf_backend.plan.schema import Parallel
 from tf_tools.checkpoints import build_model
+from tf_tools.expert_weights import fill_experts
 from tf_tools.ranks import on_ranks, stand_ins
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -75,14 +74,9 @@ class Model(BalancedExperts, nn.Module):
     def load(self) -> None:
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, RoutedExperts)
-            parameters = dict(layer.named_parameters())
-            for parameter in parameters.values():
+            for parameter in layer.parameters():
                 parameter.data.fill_(float("nan"))
-            for tensor in layer.spec.tensors:
-                parameter = parameters[parameter_of(tensor)]
-                getattr(parameter, LOADER)(parameter, checkpoint(index)[tensor.name], tensor)
-            routed: Any = layer.runner.routed_experts
-            routed.quant_method.process_weights_after_loading(routed)
+            fill_experts(layer, layer.spec, checkpoint(index))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

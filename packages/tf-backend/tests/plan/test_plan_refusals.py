@@ -208,12 +208,62 @@ class Stumble(nn.Module):
         raise KeyError("by the model")
 
 
+class Metadata(nn.Module):
+    """An MLP that raises, and speaks of something like the device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no metadata in meta")
+
+
+class Ragged(nn.Module):
+    """An MLP with a key that is not there, of a name like the device's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ {"metadata": x}["metadata" if x.ndim == 2 else "metadata!"]
+
+
+class Read(nn.Module):
+    """An MLP that takes numbers out of a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read(torch.zeros(2, dtype=torch.long, device=x.device))
+
+    def read(self, numbers: torch.Tensor) -> float:
+        raise AssertionError
+
+
+class ReadItem(Read):
+    def read(self, numbers: torch.Tensor) -> float:
+        return numbers[0].item()
+
+
+class ReadList(Read):
+    def read(self, numbers: torch.Tensor) -> float:
+        return float(numbers.tolist()[0])
+
+
+class ReadArray(Read):
+    def read(self, numbers: torch.Tensor) -> float:
+        return float(numbers.numpy()[0])
+
+
+class ReadCounts(Read):
+    def read(self, numbers: torch.Tensor) -> float:
+        return float(torch.bincount(numbers).shape[0])
+
+
 @pytest.mark.parametrize(
     ("mlp", "reason", "text"),
     [
         (Shift, "`Shift` mixes tokens", "F.pad"),
         (Peek, "`Peek` mixes tokens outside the attention interface: it reduces over the token axis (`all`)", "bool(x"),
         (Stumble, "`Stumble` fails when it runs: KeyError: 'by the model'", "raise KeyError"),
+        (Metadata, "`Metadata` fails when it runs: NotImplementedError: no metadata in meta", "raise NotImpl"),
+        (Ragged, "`Ragged` fails when it runs: KeyError: 'metadata!'", "metadata!"),
+        (ReadItem, "`ReadItem` cannot be followed without data: RuntimeError", ".item()"),
+        (ReadList, "`ReadList` cannot be followed without data: NotImplementedError", ".tolist()"),
+        (ReadArray, "`ReadArray` cannot be followed without data: TypeError", ".numpy()"),
+        (ReadCounts, "`ReadCounts` cannot be followed without data: NotImplementedError", "bincount"),
     ],
 )
 def test_the_line_is_the_one_that_does_it(

@@ -16,6 +16,7 @@ from tf_backend.cli._render import render_plan
 from tf_backend.plan import Parallel
 from tf_backend.plan.planner import make_plan
 from tf_backend.plan.schema import Plan
+from tf_tools.checkpoints import GROUPED
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,11 +24,6 @@ Plans = Callable[..., Plan]
 Models = Callable[..., PreTrainedModel]
 
 MLP = "model.layers.0.mlp"
-GROUPED: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 64,
-    "n_shared_experts": 1, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-    "v_head_dim": 32, "num_key_value_heads": 4,
-}  # fmt: skip
 
 
 def layers_of(plan: Plan) -> dict[str, Any]:
@@ -74,7 +70,7 @@ def test_a_gate_that_others_read_keeps_its_weight(model_of: Models) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_and_a_correction(ranks: int, model_of: Models) -> None:
-    model = model_of("deepseek_v3", **GROUPED, first_k_dense_replace=0)
+    model = model_of("deepseek_v3", **GROUPED)
     plan = make_plan(model, Parallel(tensor=ranks), capabilities.shipped()).plan
     form = RouterForm("sigmoid", True, 4, 2, "top2", renormalised=True, epsilon=1e-20, scaling=2.5)
     assert layers_of(plan)[f"{MLP}.experts"].routing == Routing(form, f"{MLP}.gate.e_score_correction_bias")
@@ -137,7 +133,7 @@ def test_a_router_in_two_places_stays_outside(model_of: Models) -> None:
 
 
 def test_a_correction_that_no_checkpoint_holds_stays_outside(model_of: Models) -> None:
-    model = model_of("deepseek_v3", **GROUPED, first_k_dense_replace=0)
+    model = model_of("deepseek_v3", **GROUPED)
     for layer in range(2):
         gate: Any = model.get_submodule(f"model.layers.{layer}.mlp.gate")
         gate.register_buffer("e_score_correction_bias", torch.zeros(8, device="meta"), persistent=False)

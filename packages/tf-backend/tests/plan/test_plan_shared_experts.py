@@ -15,6 +15,7 @@ from tf_backend.cli._render import render_plan
 from tf_backend.plan import Parallel
 from tf_backend.plan.planner import make_plan
 from tf_backend.plan.schema import Plan
+from tf_tools.checkpoints import GROUPED
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -22,11 +23,6 @@ Plans = Callable[..., Plan]
 Models = Callable[..., PreTrainedModel]
 
 MLP = "model.layers.0.mlp"
-LATENT: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
-    "n_shared_experts": 1, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
-    "v_head_dim": 32, "num_key_value_heads": 4, "first_k_dense_replace": 0,
-}  # fmt: skip
 
 
 def layers_of(plan: Plan) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def forward_of(plan: Plan) -> str:
 
 
 def test_a_sum_becomes_what_the_experts_give(plan_of: Plans) -> None:
-    plan = plan_of("deepseek_v3", **LATENT)
+    plan = plan_of("deepseek_v3", **GROUPED | {"n_group": 1, "topk_group": 1})
     assert plan.is_served
     assert shared_of(plan) == SharedSpec(MLP, "shared_experts", ndim=3)
     text = forward_of(plan)

@@ -6,6 +6,8 @@ with here is what it is traced with later, so that no input is ever guessed.
 
 from __future__ import annotations
 
+import dis
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ _NOT_MODELING = (
     *(str(Path(str(package.__file__)).parent) for package in (torch, transformers)),
     str(Path(__file__).parent),
 )
+_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _MODELS = str(Path(str(transformers.__file__)).parent / "models")
 
 _PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
@@ -98,8 +101,12 @@ class Failure:
 
     @property
     def lacks_data(self) -> bool:
-        """Whether it is that tensors on meta hold nothing; else the model would fail with data too."""
-        return isinstance(self.error, NotImplementedError) or "meta" in str(self.error)
+        """Whether it is that tensors on meta hold nothing; else the model would fail with data too.
+
+        Torch has a type for some of these errors alone; of the others it names the device. What the model itself raises is not of them.
+        """
+        named = isinstance(self.error, NotImplementedError) or _META.search(str(self.error)) is not None
+        return named and not _is_raised_by_model(self.error)
 
 
 @dataclass(slots=True)
@@ -256,6 +263,16 @@ class _Observer:
         modeling = [(frame, line) for frame, line in frames if is_modeling_code(frame.f_code.co_filename)]
         frame, line = (modeling or frames)[-1]
         return Failure(error, self._current(), frame.f_code.co_filename, line, frame.f_globals.get("__name__"))
+
+
+def _is_raised_by_model(error: Exception) -> bool:
+    """Whether it comes of a `raise` that a modeling file holds, and not of what torch or Python was asked to do there."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or not is_modeling_code(innermost.tb_frame.f_code.co_filename):
+        return False
+    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 @contextmanager
