@@ -55,6 +55,8 @@ class RoutedExperts(nn.Module):
         self._arguments = spec.arguments
         self._null = spec.null
         self._experts = spec.num_experts
+        self._takes_rows = spec.takes_rows
+        self._form = None if spec.routing is None else spec.routing.form
         self._splits_tokens = splits_tokens
         self.beside = beside
         self.register_buffer("places", places, persistent=False)
@@ -65,13 +67,13 @@ class RoutedExperts(nn.Module):
         Of experts that are called with rows: what each gives for its rows.
         """
         given = [args[place] if isinstance(place, int) else kwargs[place] for place in self._arguments]
-        if self.spec.takes_rows:
+        if self._takes_rows:
             return self._of_rows(given[0])
         hidden, ids, weights = given
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        flat = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
         weights = weights.to(torch.float32)
-        if self.spec.routing is not None:
-            return self._send(flat, within_reach(self.spec.routing.form, weights)).view(hidden.shape)
+        if self._form is not None:
+            return self._send(flat, within_reach(self._form, weights)).view(hidden.shape)
         if self._null is None:
             return self._run(flat, ids, weights).view(hidden.shape)
         is_null = ids >= self._experts

@@ -128,6 +128,11 @@ class OneLinearTwice(_Base):
         return self.down(self.act(gate) * gate + self.up(x))
 
 
+class OneLinearInTwoCalls(_Base):
+    def forward(self, x):
+        return self.down(self.gate(x) * self.act(self.gate(x).to(x.dtype)))
+
+
 NEAR = [
     (GateUsedTwice, "the output of `gate` is used outside of the product too, by `sum`"),
     (GateCalledTwice, "`gate` is called 2 times, so its weight cannot move into a merged layer"),
@@ -146,6 +151,7 @@ NEAR = [
     (NoActivation, "neither `gate` nor `up` is activated before the product"),
     (UnknownActivation, "`sin` is no activation that is known"),
     (OneLinearTwice, "both factors come from the one call of `gate`"),
+    (OneLinearInTwoCalls, "both factors come from calls of `gate`"),
 ]
 
 

@@ -71,6 +71,8 @@ def _reason(product: fx.Node, left: _Factor, right: _Factor, trace: Trace) -> tu
     """The node to look at and the sentence; None where nothing stands in the way but what the pattern itself said."""
     if left.linear is right.linear:
         return product, f"both factors come from the one call of `{left.name}`; gate and up are two linears"
+    if left.name == right.name:
+        return product, f"both factors come from calls of `{left.name}`; gate and up are two linears"
     named = {factor.name: [activation(step, trace) for step in factor.steps] for factor in (left, right)}
     activated = [factor for factor in (left, right) if any(named[factor.name])]
     if not activated:

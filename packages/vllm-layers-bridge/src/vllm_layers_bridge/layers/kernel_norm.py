@@ -29,16 +29,16 @@ class KernelRMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden size] to the same."""
         spec, weight = self.spec, self.weight
-        if torch.compiler.is_compiling() or not self._takes(x):
+        if torch.compiler.is_compiling() or not self._takes(x, weight):
             return rms_norm_in_torch(x, weight, spec)
         if weight is None or not spec.offset:
             return rms_norm_kernel(x, weight, spec.eps)
         wide = rms_norm_kernel(x.to(torch.float32), weight.to(torch.float32) + spec.offset, spec.eps)
         return wide.to(x.dtype)
 
-    def _takes(self, x: torch.Tensor) -> bool:
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
         """Whether the kernel computes this: also in a type other than the engine's, in which a model may keep its norms."""
-        if x.device.type != "cpu" or (self.weight is not None and self.weight.dtype is not x.dtype):
+        if not x.is_cpu or (weight is not None and weight.dtype is not x.dtype):
             return False
         return is_computed(self.spec.hidden_size, torch.float32 if self.spec.offset else x.dtype)
 
@@ -59,8 +59,9 @@ def build_kernel_rms_norm(spec: RMSNormSpec) -> KernelRMSNorm | None:
 
 def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """vLLM's kernel over the last axis; it reads rows that lie one after the other."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ops._C.rms_norm(out, x.contiguous(), weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)  # of the strides of `x`, and quicker than `empty`
+    torch.ops._C.rms_norm(out, x, weight, eps)
     return out
 
 

@@ -68,7 +68,7 @@ class Rotary(nn.Module):
         dtype = cos.dtype
         cos_sin, positions = self._cos_sin(cos, sin, dtype)
         loaded = _LOADED if self.wants_alignment and dtype is torch.bfloat16 else 1
-        query, key = (self._rows(part, dtype, loaded) for part in parts)
+        query, key = self._rows(parts[0], dtype, loaded), self._rows(parts[1], dtype, loaded)
         width = parts[0].shape[3]
         if query is None or key is None or width != parts[1].shape[3] or cos_sin.shape[1] % (2 * loaded):
             return False

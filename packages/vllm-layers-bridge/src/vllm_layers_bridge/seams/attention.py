@@ -102,26 +102,29 @@ def attention_interface(
     Raises:
         WrongLayout: more than one row, keys that are not those of the queries' own tokens, or more runs of the module than planned.
     """
-    if query.ndim != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+    shape, width = query.shape, value.shape[-1]
+    if len(shape) != 4 or shape[0] != 1 or key.shape[2] != shape[2]:
         raise WrongLayout(
-            f"`{type(module).__name__}` calls attention with query {tuple(query.shape)} and key {tuple(key.shape)}; "
+            f"`{type(module).__name__}` calls attention with query {tuple(shape)} and key {tuple(key.shape)}; "
             "expected [1, heads, tokens, head_dim] for both: the engine has all sequences in one row, and past keys in its cache."
         )
     held = getattr(module, CHILD)
     layer = held.next() if isinstance(held, AttentionTurns) else held
     if isinstance(layer, LatentLayer):
         return layer(query, key, value), None
-    tokens = query.shape[2]
-    heads, width = query.shape[1], value.shape[3]
+    heads, tokens = shape[1], shape[2]
     size = getattr(layer, "head_size", None)
-    flat = [_padded(part, size).transpose(1, 2).reshape(tokens, -1) for part in (query, key, value)]
+    if not (size is None or size == shape[3] == key.shape[3] == width):
+        query, key, value = _padded(query, size), _padded(key, size), _padded(value, size)
+    flat = [part.transpose(1, 2).reshape(tokens, -1) for part in (query, key, value)]
     output: torch.Tensor = layer(*flat)
-    return output.view(1, tokens, heads, -1)[..., :width], None
+    output = output.view(1, tokens, heads, -1)
+    return output if output.shape[3] == width else output[..., :width], None
 
 
-def _padded(heads: torch.Tensor, size: int | None) -> torch.Tensor:
-    """Heads [1, heads, tokens, width] with zeros up to `size`; as they are where that is not known."""
-    missing = 0 if size is None else size - heads.shape[3]
+def _padded(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """Heads [1, heads, tokens, width] with zeros up to `size`."""
+    missing = size - heads.shape[3]
     return nn.functional.pad(heads, (0, missing)) if missing > 0 else heads
 
 
