@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tf_backend.capabilities import Capabilities
 from tf_backend.plan import Parallel
-from tf_backend.plan.latent import LatentCache
+from tf_backend.plan.latent import NOT_OF_TYPE, LatentCache
 from tf_backend.plan.planner import make_plan
 from tf_backend.plan.schema import LatentPlan, Plan
 from transformers import PreTrainedModel
@@ -18,6 +18,9 @@ from vllm_layers_bridge.specs import LatentSpec, LinearSpec
 
 SIZES = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 SIZES |= {"num_key_value_heads": 4}
+TAKEN = {**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+ANY_TYPE = LatentCache(((512, 64),))
+"""Of an engine that would cache latents of whatever type of model."""
 
 
 @pytest.mark.parametrize("name", ["minicpm3", "youtu", "deepseek_v3"])
@@ -34,7 +37,7 @@ def test_expanded_keys_and_values_are_told_with_numbers(plan_of: Callable[..., P
 
 def test_the_reason_is_a_recorded_fact(model_of: Callable[..., PreTrainedModel], platform: Capabilities) -> None:
     def reason(sizes: tuple[tuple[int, int], ...]) -> str:
-        of = msgspec.structs.replace(platform, mla_sizes=sizes)
+        of = msgspec.structs.replace(platform, mla_sizes=sizes, mla_types=("minicpm3",))
         (found,) = make_plan(model_of("minicpm3", **SIZES), Parallel(), of).plan.latent
         return found.reason
 
@@ -43,8 +46,10 @@ def test_the_reason_is_a_recorded_fact(model_of: Callable[..., PreTrainedModel],
 
 
 @pytest.mark.parametrize("name", ["minicpm3", "youtu", "deepseek_v3"])
-def test_sizes_that_the_engine_takes_are_cached_compressed(plan_of: Callable[..., Plan], name: str) -> None:
-    plan = plan_of(name, **{**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+def test_sizes_that_the_engine_takes_are_cached_compressed(
+    model_of: Callable[..., PreTrainedModel], platform: Capabilities, name: str
+) -> None:
+    plan = make_plan(model_of(name, **TAKEN), Parallel(), platform, latent=ANY_TYPE).plan
     assert plan.is_served
     assert {attention.latent for attention in plan.attention} == {LatentSpec("kv_b_proj", 512, 64)}
     (found,) = plan.latent
@@ -57,11 +62,20 @@ def test_sizes_that_the_engine_takes_are_cached_compressed(plan_of: Callable[...
     assert "-    key_states, value_states = self.expand_kv(" in variant.diff
 
 
+@pytest.mark.parametrize(("name", "is_latent"), [("minicpm3", False), ("youtu", False), ("deepseek_v3", True)])
+def test_without_an_engine_the_type_tells_as_it_does_to_vllm(
+    plan_of: Callable[..., Plan], name: str, is_latent: bool
+) -> None:
+    plan = plan_of(name, **TAKEN)
+    assert {attention.latent is not None for attention in plan.attention} == {is_latent}
+    assert [latent.reason for latent in plan.latent] == ["" if is_latent else NOT_OF_TYPE]
+
+
 def test_heads_are_split_over_ranks_and_latents_are_not(
     model_of: Callable[..., PreTrainedModel], platform: Capabilities
 ) -> None:
-    model = model_of("youtu", **{**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    plan = make_plan(model, Parallel(tensor=2), platform).plan
+    model = model_of("youtu", **TAKEN)
+    plan = make_plan(model, Parallel(tensor=2), platform, latent=ANY_TYPE).plan
     assert plan.is_served, plan.refusals
     assert {attention.latent for attention in plan.attention} == {LatentSpec("kv_b_proj", 512, 64)}
     styles = {m.name.rpartition(".")[2]: s.style for m in plan.modules for s in m.layers if isinstance(s, LinearSpec)}
@@ -71,7 +85,7 @@ def test_heads_are_split_over_ranks_and_latents_are_not(
 def test_an_engine_without_it_expands_and_says_why(
     model_of: Callable[..., PreTrainedModel], platform: Capabilities
 ) -> None:
-    model = model_of("minicpm3", **{**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    model = model_of("minicpm3", **TAKEN)
     plan = make_plan(model, Parallel(), platform, latent=LatentCache((), "there is none here")).plan
     assert {attention.latent for attention in plan.attention} == {None}
     assert [latent.reason for latent in plan.latent] == ["there is none here"]
@@ -89,8 +103,8 @@ def test_attention_that_the_engine_cannot_cache_so_says_why(
 
     expand = MiniCPM3Attention.expand_kv
     monkeypatch.setattr(MiniCPM3Attention, "expand_kv", expand_kv)
-    model = model_of("minicpm3", **{**SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    (found,) = make_plan(model, Parallel(), platform).plan.latent
+    model = model_of("minicpm3", **TAKEN)
+    (found,) = make_plan(model, Parallel(), platform, latent=ANY_TYPE).plan.latent
     assert found.reason == "`expand_kv` computes other keys and values than latent attention does"
 
 

@@ -1,9 +1,15 @@
-"""Which sizes of latent attention (MLA) the engine takes.
+"""Which sizes of latent attention (MLA) the engine takes, and of which types of models.
 
-In: vLLM's latent backend and, on a CPU, its decode kernel. Out: pairs (kv_lora_rank, rope dimension).
+In: vLLM's latent backend and, on a CPU, its decode kernel. Out: pairs (kv_lora_rank, rope dimension). In: what vLLM reads a config
+with. Out: values of `model_type`.
 """
 
 from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from types import SimpleNamespace
 
 _STEP = 16
 """Ranks and rope dimensions are multiples of this, the block size that the CPU kernel is compiled for."""
@@ -35,3 +41,22 @@ def _decodes(rank: int, size: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def latent_types() -> tuple[str, ...]:
+    """Types of models whose layers vLLM caches as latents; it tells by type. Each word that its answer is made of is asked for."""
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    answer = ast.parse(textwrap.dedent(inspect.getsource(ModelArchConfigConvertorBase.is_deepseek_mla)))
+    words = {node.value for node in ast.walk(answer) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return tuple(sorted(word for word in words if _is_latent(word)))
+
+
+def _is_latent(model_type: str) -> bool:
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    config = SimpleNamespace(model_type=model_type, kv_lora_rank=512)
+    try:
+        return bool(ModelArchConfigConvertorBase(config, config).is_deepseek_mla())
+    except AttributeError:  # a type that is told by more than these fields
+        return False

@@ -12,6 +12,7 @@ logits soft cap, alibi  the implementation's constructor takes it and, on a CPU,
 sinks                   the backend says so or, on a CPU, where it says nothing, constructor and kernel take them
 gated_activations       the layer that vLLM gives for the name is run and compared with activation times product
 mla_sizes               on a CPU the latent decode kernel is run for each split of the size that its backend states
+mla_types               each word in vLLM's reading of a config that tells by type, put to that reading
 moe_activations         the engine's own selection of a kernel for unquantized experts, which raises where no kernel is valid
 moe_size_multiple       the smallest power of two for which that selection finds one
 moe_routers             the router that vLLM makes for each form is run and compared with what the form says
@@ -55,7 +56,7 @@ def record() -> Capabilities:
 
     from tf_backend.capabilities._activations import gated_activations
     from tf_backend.capabilities._experts import moe_activations, moe_exchanges_tokens, moe_size_multiple
-    from tf_backend.capabilities._latent import latent_sizes
+    from tf_backend.capabilities._latent import latent_sizes, latent_types
     from tf_backend.capabilities._routers import moe_routers
 
     backend = _select(64, "bfloat16")
@@ -81,6 +82,7 @@ def record() -> Capabilities:
         supports_alibi=_takes(backend, platform, argument="alibi_slopes", kernel_argument="alibi_slopes"),
         gated_activations=gated_activations(),
         mla_sizes=latent_sizes(platform),
+        mla_types=latent_types(),
         moe_activations=moe_activations(),
         moe_size_multiple=moe_size_multiple(),
         moe_routers=moe_routers(),

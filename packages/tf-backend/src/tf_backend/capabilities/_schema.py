@@ -39,6 +39,8 @@ class Capabilities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Activations that one layer fuses with the product that follows, by the names that `fx_match.activation` gives."""
     mla_sizes: tuple[tuple[int, int], ...]
     """(kv_lora_rank, rope dimension) of latent attention; empty when the engine cannot be asked."""
+    mla_types: tuple[str, ...]
+    """Values of `model_type` for which the engine caches latents."""
     moe_activations: tuple[str, ...]
     """Activations of experts for which the engine has a kernel, by the names of `moe_runner.engine_activation`."""
     moe_size_multiple: int

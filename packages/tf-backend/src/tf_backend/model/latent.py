@@ -10,7 +10,7 @@ from typing import Any
 
 from tf_backend.capabilities import Capabilities
 from tf_backend.errors import OptionRefused
-from tf_backend.plan.latent import LatentCache
+from tf_backend.plan.latent import NOT_OF_TYPE, LatentCache
 from tf_backend.plan.schema import Plan
 
 _CUDA_SIZES = ((512, 64),)
@@ -21,7 +21,7 @@ def latent_cache(vllm_config: Any, known: Capabilities) -> LatentCache:
     """Sizes that this engine takes."""
     sizes = known.mla_sizes or (_CUDA_SIZES if known.platform == "cuda" else ())
     if not sizes:
-        return LatentCache.of(known)
+        return LatentCache.of(known, vllm_config.model_config.hf_text_config.model_type)
     if not vllm_config.model_config.use_mla:
         return LatentCache(sizes, "vLLM is told to use no latent attention (VLLM_MLA_DISABLE)")
     why = {size: _why_not(vllm_config, sum(size)) for size in sizes}
@@ -58,7 +58,7 @@ def check_expanded(vllm_config: Any, plan: Plan) -> None:
 def _why_not(vllm_config: Any, head_size: int) -> str:
     """Why the backend that the platform selects does not take this size under these options; empty where it does."""
     if vllm_config.model_config.get_head_size() != head_size:
-        return "vLLM caches latents for certain types of models, and this type is none of those"
+        return NOT_OF_TYPE
     cache = vllm_config.cache_config
     dtype = vllm_config.model_config.dtype
     block = cache.block_size if cache.user_specified_block_size else None

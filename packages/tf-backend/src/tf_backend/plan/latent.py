@@ -24,6 +24,8 @@ from tf_backend.plan.observe import Observation
 from tf_backend.plan.schema import AttentionPlan, LatentPlan, ModulePlan, Variant
 from tf_backend.plan.variants import VariantTable
 
+NOT_OF_TYPE = "vLLM caches latents for certain types of models, and this type is none of those"
+
 
 @dataclass(frozen=True, slots=True)
 class LatentCache:
@@ -33,8 +35,10 @@ class LatentCache:
     why_not: str = ""
 
     @classmethod
-    def of(cls, capabilities: Capabilities) -> LatentCache:
-        """As the capabilities have it, whatever the options of an engine."""
+    def of(cls, capabilities: Capabilities, model_type: str) -> LatentCache:
+        """As the capabilities have it for models of a type, whatever the options of an engine."""
+        if capabilities.mla_sizes and model_type not in capabilities.mla_types:
+            return cls(capabilities.mla_sizes, NOT_OF_TYPE)
         unknown = f"latent attention of {capabilities.name} is not known to take any sizes"
         return cls(capabilities.mla_sizes, "" if capabilities.mla_sizes else unknown)
 

@@ -88,7 +88,7 @@ def make_plan(
     if refusals:
         return _refused(model, parallel, capabilities, refusals)
     with moe_runner.experts_passed_by(model):
-        cache = latent or LatentCache.of(capabilities)
+        cache = latent or LatentCache.of(capabilities, model.config.get_text_config().model_type)
         chosen = (*installed_fusions(), LatentAttention(cache.taken)) if fusions is None else fusions
         return _plan(model, parallel, capabilities, chosen, split, cache, is_shared_inside=fusions is None)
 
