@@ -34,6 +34,7 @@ def plan_with(
         ("mistral", {"sliding_window": -1}, "under a mask"),
         ("mistral", {"sliding_window": 0}, "under a mask"),
         ("mixtral", {"num_experts_per_tok": 0}, "top 0"),
+        ("llama", {"max_position_embeddings": 0}, "sequences of at most 0 tokens"),
     ],
 )
 def test_the_number_is_named(

@@ -43,6 +43,9 @@ def option_refusals(model: PreTrainedModel) -> Iterator[Refusal]:
     quantization = quantization_of({field: getattr(model.config, field, None) for field in FIELDS})
     if quantization is not None:
         yield quantization.refusal(name, place)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < 1:
+        yield Refusal(f"`{name}` takes sequences of at most {positions} tokens by its config", "", place, REMEDY)
     sections = _position_streams(getattr(model.config, "rope_parameters", None))
     if sections:
         yield Refusal(
