@@ -7,7 +7,7 @@ from tf_backend import capabilities
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan import Parallel, Plan, plan
 from tf_backend.plan.planner import make_plan
-from tf_tools.checkpoints import build_model
+from tf_tools.checkpoints import GROUPED, build_model
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm_layers_bridge.specs import LayerSpec, LinearSpec, MergedLinearSpec, QKVLinearSpec, RMSNormSpec
@@ -38,6 +38,21 @@ def test_attention_and_mlp_are_split(name: str) -> None:
     ]
     assert "replicated" not in styles
     assert "row" in styles
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_mlps_of_one_class_and_several_widths_are_each_split(shared: int) -> None:
+    found = planned("deepseek_v3", 2, **GROUPED | {"first_k_dense_replace": 1, "n_shared_experts": shared})
+    mlps = [record for record in found.placement if record.cls == "DeepseekV3MLP"]
+    assert [(record.placement, record.count) for record in mlps] == [("split", 2)]
+    widths = {
+        (source.size, layer.style)
+        for m in found.modules
+        for layer in m.layers
+        if isinstance(layer, MergedLinearSpec)
+        for source in layer.sources
+    }
+    assert widths == {(192, "column"), (64 * shared, "column")}
 
 
 def test_key_value_heads_fewer_than_ranks_are_repeated() -> None:

@@ -215,6 +215,13 @@ class Metadata(nn.Module):
         raise NotImplementedError("no metadata in meta")
 
 
+class PositionalOnly(nn.Module):
+    """Attention that is called by names that its forward does not take."""
+
+    def forward(self, hidden_states: torch.Tensor, /) -> torch.Tensor:
+        return hidden_states
+
+
 class Ragged(nn.Module):
     """An MLP with a key that is not there, of a name like the device's."""
 
@@ -277,6 +284,16 @@ def test_the_line_is_the_one_that_does_it(
     assert refusal.place is not None
     assert text in refusal.place.text
     assert refusal.place.module == __name__
+
+
+def test_a_module_that_cannot_be_called_so_is_refused_with_the_error(
+    model_of: Models, planned: Callable[..., Planned]
+) -> None:
+    model = model_of("llama")
+    model.model.layers[1].self_attn = PositionalOnly()
+    (refusal,) = planned(model.eval()).plan.refusals
+    assert refusal.reason.startswith("`PositionalOnly` fails when it runs: TypeError")
+    assert refusal.module == "model.layers.1.self_attn"
 
 
 class NoAttention(nn.Module):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tf_backend import capabilities
-from tf_backend.errors import TfBackendError
+from tf_backend.errors import CheckpointError, TfBackendError
 from tf_backend.model.config import read_config
 from tf_backend.model.skeleton import skeleton
 from tf_backend.plan import Parallel, plan_folder
@@ -78,3 +80,26 @@ def test_a_folder_without_weights_lacks_every_tensor(tmp_path: Path, good_checkp
     bad = BAD_INPUTS["no-weights"](good_checkpoint, tmp_path / "bad")
     with pytest.raises(TfBackendError, match="lacks"):
         check(bad.folder, good_plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "I8"}, "cannot be converted without a scale"),
+        ({"dtype": "F8_E4M3"}, "cannot be converted without a scale"),
+        ({"shape": (64, 64)}, "another shape than the 3 that it is put together with"),
+    ],
+)
+def test_one_expert_of_a_layer_that_is_not_as_the_others_is_named(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = make_checkpoint("mixtral", tmp_path / "experts", overrides={"num_local_experts": 4})
+    planned = make_plan(skeleton(read_config(folder)), Parallel(), capabilities.shipped())
+    loader = WeightLoader(planned.plan.weights, planned.plan.base, planned.plan.buffers, conversion=planned.conversion)
+    stored = stored_tensors(folder)
+    loader.check(stored)
+    (name,) = (name for name in stored if ".1." in name and "experts.2.w2" in name)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        loader.check({**stored, name: dataclasses.replace(stored[name], **changes)})
+    assert caught.value.tensor == name
+    assert Path(str(caught.value.file)).parent == folder

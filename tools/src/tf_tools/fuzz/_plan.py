@@ -16,7 +16,7 @@ from ast_rewrite import CompiledRewrite
 from tf_backend.plan.borrowed import BorrowedParameters
 from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.modules import plan_modules
-from tf_backend.plan.observe import Made, ModuleCall, Observation, observing, observing_mask, watching
+from tf_backend.plan.observe import Made, ModuleCall, Observation, observing, observing_mask, takes, watching
 from tf_backend.plan.schema import ModulePlan
 from tf_backend.plan.sharing import sharing_refusals
 from tf_backend.plan.tensor_parallel import Placed, place_modules
@@ -114,6 +114,8 @@ def _observe(loaded: Loaded, model: Model) -> tuple[Observation, dict[str, tuple
                         block(*args, **kwargs)
                 except Exception as error:  # the block's own code
                     running.clear()
+                    if not takes(block, seen.calls[f"layers.{at}"]):
+                        del seen.calls[f"layers.{at}"]
                     failures[f"layers.{at}"] = f"{type(error).__name__}: {error}"
     seen.borrowed = frozenset(borrowed.found)
     return seen, attention, failures

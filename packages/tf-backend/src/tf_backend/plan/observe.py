@@ -7,6 +7,7 @@ with here is what it is traced with later, so that no input is ever guessed.
 from __future__ import annotations
 
 import dis
+import inspect
 import re
 import traceback
 from collections import Counter
@@ -263,6 +264,15 @@ class _Observer:
         modeling = [(frame, line) for frame, line in frames if is_modeling_code(frame.f_code.co_filename)]
         frame, line = (modeling or frames)[-1]
         return Failure(error, self._current(), frame.f_code.co_filename, line, frame.f_globals.get("__name__"))
+
+
+def takes(module: nn.Module, call: ModuleCall) -> bool:
+    """Whether the forward of `module` takes the arguments of `call` at all."""
+    try:
+        inspect.signature(module.forward).bind(*call.args, **call.kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_raised_by_model(error: Exception) -> bool:

@@ -31,7 +31,7 @@ from tf_backend.plan.fusions import installed_fusions
 from tf_backend.plan.head import plan_head
 from tf_backend.plan.latent import LatentCache, plan_latent, served_latent
 from tf_backend.plan.modules import plan_modules, plan_weights, tied_names
-from tf_backend.plan.observe import Observation, observe, observing, observing_mask
+from tf_backend.plan.observe import Observation, observe, observing, observing_mask, takes
 from tf_backend.plan.positions import Tabled, stand_in_for_positions, tabled_modules
 from tf_backend.plan.provenance import provenance
 from tf_backend.plan.refusals import (
@@ -106,6 +106,10 @@ def _plan(
     seen = observe(model)
     while stand_in_for_positions(model, seen) is not None:
         seen = observe(model)
+    if seen.failure is not None:
+        failing = seen.failure.module
+        if not takes(model.get_submodule(failing), seen.calls[failing]):  # nothing could be traced with such a call
+            return _refused(model, parallel, capabilities, list(failure_refusals(model, seen)))
     tabled = tabled_modules(model)
     experts = find_experts(model, seen, capabilities, parallel)
     layers = _layers_name(model, seen)

@@ -146,7 +146,7 @@ def _split(
     try:
         for pair in heads:
             heads_per_rank(*pair, ranks)
-        whole = table.trace_of(module, call)
+        whole = table.sized_trace_of(module, call)
         styles = place(whole, ranks, heads, _merged_parts(plan, ranks), lambda name: name in norms, kept)
         merged = {child for layer in plan.layers for child in consumed_children(layer)}
         if not merged <= styles.column:

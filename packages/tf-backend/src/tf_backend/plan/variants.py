@@ -105,6 +105,11 @@ class VariantTable:
         """The trace that stands for `module`."""
         return self._find(module, call).trace
 
+    def sized_trace_of(self, module: nn.Module, call: ModuleCall) -> Trace:
+        """A trace of `module` whose shapes are its own: the one that stands for it may be of an instance of other sizes."""
+        stands = self._find(module, call).trace
+        return stands if _shapes(stands.module) == _shapes(module) else _trace(module, call)
+
     def match_of(self, module: nn.Module, call: ModuleCall, fusion: str) -> Match | None:
         """What the fusion of that name found in the trace that stands for `module`, applied or not."""
         return self._find(module, call).matches.get(fusion)
@@ -120,10 +125,7 @@ class VariantTable:
         for traced in known:
             if traced.signature == signature and agrees(module, traced.trace):
                 return traced
-        seen = trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
-        if len(call.signatures) > 1:  # what one call was given says nothing of the others
-            seen = dataclasses.replace(seen, given={})
-        new = Traced(seen, signature)
+        new = Traced(_trace(module, call), signature)
         for fusion in self.fusions:
             found = fusion.match(new.trace)
             doubt = _doubt(fusion, new.trace, call) if isinstance(found, Match) else None
@@ -140,6 +142,17 @@ class VariantTable:
         if excluded not in traced.built:
             traced.built[excluded] = _build_variant(traced, self.fusions, reasons)
         return traced.built[excluded]
+
+
+def _trace(module: nn.Module, call: ModuleCall) -> Trace:
+    seen = trace(module, call.args, call.kwargs, leaves=[LeafCall(attention_leaf)])
+    if len(call.signatures) > 1:  # what one call was given says nothing of the others
+        seen = dataclasses.replace(seen, given={})
+    return seen
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, parameter.shape) for name, parameter in module.named_parameters()]
 
 
 def _shared(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -22,6 +22,7 @@ from tf_backend.weights.files import StoredTensor
 from tf_backend.weights.names import Names
 from tf_backend.weights.stream import converted, stored_as
 
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
 _WRONG_CONFIG = "Check that config.json belongs to these weights."
 
 
@@ -76,6 +77,7 @@ class WeightLoader:
         """
         self.names = Names(self.conversion, stored)
         files = {name: tensor.file for name, tensor in stored.items()}
+        self._check_parts(stored)
         headers = ((name, tensor.on_meta()) for name, tensor in stored.items())
         seen: dict[str, str] = {}
         for name, source, tensor in self._wanted(headers, files):
@@ -182,6 +184,29 @@ class WeightLoader:
                 found=tuple(shape),
                 expected=rule.shape,
             )
+
+    def _check_parts(self, stored: Mapping[str, StoredTensor]) -> None:
+        """What is put together of several tensors: each must be of numbers, and those that differ in an index alone of one shape."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, tensor in stored.items():
+            place = self.names.place(name).name
+            source = self.tied.get(place, place)
+            if source in self.rules and source not in self.integers:
+                if not _is_number(tensor.on_meta()):
+                    raise _no_number(name, tensor.on_meta().dtype, file=tensor.file)
+                groups.setdefault((source, _INDEX.sub(".#.", name)), []).append(name)
+        for names in groups.values():
+            shapes = Counter(tuple(stored[name].on_meta().shape) for name in names)
+            if len(shapes) > 1:
+                usual = shapes.most_common(1)[0][0]
+                odd = next(name for name in names if tuple(stored[name].on_meta().shape) != usual)
+                raise CheckpointError(
+                    f"a tensor has another shape than the {len(names) - 1} that it is put together with",
+                    tensor=odd,
+                    file=stored[odd].file,
+                    found=tuple(stored[odd].on_meta().shape),
+                    expected=usual,
+                )
 
     def _check_tied(self, source: str, first: str, name: str) -> None:
         """Two names for one tensor are fine where they are two places of the model that the config ties."""
