@@ -41,11 +41,20 @@ GEMMA4 = {
     },
 }
 
+GEMMA4_EXPERTS = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 64,
+}
+
 # Model type, config values, options of the engine, whether compiled.
 CASES: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any], bool]] = {
     "scale as an argument": ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 128}, {}, False),
     "tied head with a bias": ("phi", {"tie_word_embeddings": True}, {}, False),
     "heads of two widths": ("gemma4_text", GEMMA4, {}, False),
+    "heads of two widths, experts beside the MLP": ("gemma4_text", GEMMA4_EXPERTS, {}, False),
     "scaled embedding, compiled": ("gemma2", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}, {}, True),
     "packed, compiled": ("phi3", {"pad_token_id": 0}, {}, True),
     "frequencies that follow the length, within": ("llama", DYNAMIC, {"max_model_len": 128}, False),
