@@ -222,7 +222,7 @@ class PositionalOnly(nn.Module):
         return hidden_states
 
 
-class Ragged(nn.Module):
+class Misspelt(nn.Module):
     """An MLP with a key that is not there, of a name like the device's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ class ReadCounts(Read):
         (Peek, "`Peek` mixes tokens outside the attention interface: it reduces over the token axis (`all`)", "bool(x"),
         (Stumble, "`Stumble` fails when it runs: KeyError: 'by the model'", "raise KeyError"),
         (Metadata, "`Metadata` fails when it runs: NotImplementedError: no metadata in meta", "raise NotImpl"),
-        (Ragged, "`Ragged` fails when it runs: KeyError: 'metadata!'", "metadata!"),
+        (Misspelt, "`Misspelt` fails when it runs: KeyError: 'metadata!'", "metadata!"),
         (ReadItem, "`ReadItem` cannot be followed without data: RuntimeError", ".item()"),
         (ReadList, "`ReadList` cannot be followed without data: NotImplementedError", ".tolist()"),
         (ReadArray, "`ReadArray` cannot be followed without data: TypeError", ".numpy()"),

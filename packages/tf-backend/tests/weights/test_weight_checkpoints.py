@@ -87,7 +87,7 @@ def test_a_folder_without_weights_lacks_every_tensor(tmp_path: Path, good_checkp
     [
         ({"dtype": "I8"}, "cannot be converted without a scale"),
         ({"dtype": "F8_E4M3"}, "cannot be converted without a scale"),
-        ({"shape": (64, 64)}, "another shape than the 3 that it is put together with"),
+        ({"shape": (64, 64)}, "another shape than most of the 4 that are stacked"),
     ],
 )
 def test_one_expert_of_a_layer_that_is_not_as_the_others_is_named(

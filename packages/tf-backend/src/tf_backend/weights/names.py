@@ -54,6 +54,13 @@ class Names:
             known = self._places[name] = self._find(name)
         return known
 
+    def is_stacked(self, place: Place) -> bool:
+        """Whether the converter of `place` begins by stacking tensors that differ in an index, which must be of one shape."""
+        from transformers.core_model_loading import MergeModulelist
+
+        converter = None if place.pattern is None else self.converter_of[place.pattern]
+        return converter is not None and isinstance(next(iter(converter.operations), None), MergeModulelist)
+
     def parts_of(self, target: str) -> frozenset[str] | None:
         """All stored names that a converter makes `target` of; None where the names of the checkpoint are not known."""
         return None if self.stored is None else self._parts.get(target, frozenset())
